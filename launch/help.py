@@ -17,7 +17,7 @@ from .keys import Key, app_keys, choices, config_keys
 from .running.hydra_app import register_resolvers
 
 WIDTH = 100  # a line that is longer is hard to read
-GROUPS = ("model", "decoder", "attention", "sampling", "parallel", "task", "experiment")
+GROUPS = ("model", "decoder", "attention", "sampling", "task", "experiment")
 
 
 def app_help(app: str, overrides: Sequence[str]) -> str:

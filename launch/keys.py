@@ -1,7 +1,7 @@
 """Every key of every app with its type, default and text: what `--help` and docs/reference/config.md are made of.
 
-A key's text is the comment above it in conf/, the file of the app before base.yaml, or else the entry of its field in
-the docstring of its dataclass. A key without a text is an error.
+A key's text is the entry of its field in the docstring of its dataclass, or of the nearest base that has one. A key
+without a text is an error.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ import types
 import typing
 from collections.abc import Iterator, Sequence
 from enum import Enum
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
-from omegaconf import OmegaConf
+from omegaconf import MISSING, OmegaConf
 
 from lp.errors import UserError
 
@@ -48,15 +47,12 @@ def app_keys(app: str) -> list[Key]:
     """All keys of an app, but those of GROUPS."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config = compose(app)
-    comments = (
-        comments_of(CONF / "base.yaml") | comments_of(CONF / "benchmark.yaml") | comments_of(CONF / f"{app}.yaml")
-    )
     schema = OmegaConf.get_type(config)
     assert schema is not None
-    return list(schema_keys(schema, OmegaConf.to_container(config, resolve=False), comments, ""))
+    return list(schema_keys(schema, OmegaConf.to_container(config, resolve=False), ""))
 
 
-def schema_keys(schema: Any, values: Any, comments: dict[str, str], prefix: str) -> Iterator[Key]:
+def schema_keys(schema: Any, values: Any, prefix: str) -> Iterator[Key]:
     """The keys of a schema in the order of its fields, those of nested ones with their path."""
     hints = typing.get_type_hints(schema)
     texts = docstring_entries(schema)
@@ -66,18 +62,15 @@ def schema_keys(schema: Any, values: Any, comments: dict[str, str], prefix: str)
         if name in GROUPS:
             continue
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-            yield from schema_keys(hint, values[item.name], comments, f"{name}.")
+            yield from schema_keys(hint, values[item.name], f"{name}.")
         elif hint == dict[str, LinkSchema]:
-            yield Key(
-                name, "links by name", ", ".join(f"`{link}`" for link in values[item.name]), one_line(comments[name])
-            )
-            for key in schema_keys(LinkSchema, {}, {}, f"{name}.NAME."):
-                yield key._replace(default="")
+            links = ", ".join(f"`{link}`" for link in values[item.name])
+            yield Key(name, "links by name", links, one_line(texts[item.name]))
+            yield from schema_keys(LinkSchema, vars(LinkSchema()), f"{name}.NAME.")
         else:
-            text = comments.get(name) or texts.get(item.name)
-            if text is None:
-                raise UserError(f"{name} of {schema.__name__} has no text; write a comment above it in conf/")
-            yield Key(name, kind_of(hint), shown(values.get(item.name)), one_line(text))
+            if item.name not in texts:
+                raise UserError(f"{name} of {schema.__name__} has no text; write one under Args of its docstring")
+            yield Key(name, kind_of(hint), shown(values.get(item.name)), one_line(texts[item.name]))
 
 
 def config_keys(config: type, group: str, names: Sequence[str]) -> list[Key]:
@@ -88,6 +81,8 @@ def config_keys(config: type, group: str, names: Sequence[str]) -> list[Key]:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         nodes = [OmegaConf.to_container(compose("generate", [f"{group}={name}"])[group]) for name in names]
     for item in dataclasses.fields(config):
+        if item.name not in typing.cast(dict, nodes[0]):
+            continue
         defaults = dict.fromkeys(shown(typing.cast(dict, node)[item.name]) for node in nodes)
         keys.append(
             Key(f"{group}.{item.name}", kind_of(hints[item.name]), ", ".join(defaults), one_line(texts[item.name]))
@@ -95,36 +90,21 @@ def config_keys(config: type, group: str, names: Sequence[str]) -> list[Key]:
     return keys
 
 
-def comments_of(path: Path) -> dict[str, str]:
-    """The comment above every key of a file, or behind it, by the key's path."""
-    found: dict[str, str] = {}
-    comment: list[str] = []
-    parents: list[tuple[int, str]] = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        match = re.match(r"( *)([\w]+):(?:.*\s# (.*))?", line)
-        if line.strip().startswith("#"):
-            comment.append(line.strip().lstrip("# "))
-            continue
-        if match:
-            indent = len(match[1])
-            parents = [parent for parent in parents if parent[0] < indent]
-            text = " ".join(comment) or match[3]
-            if text:
-                found[".".join([*(name for _, name in parents), match[2]])] = text
-            parents.append((indent, match[2]))
-        comment = []
-    return found
-
-
 def docstring_entries(cls: type) -> dict[str, str]:
-    """The entries of the `Args:` section of a class's docstring, by field."""
-    doc = inspect.getdoc(cls) or ""
+    """The entries under `Args:` in the docstrings of a class and its bases, by field; the class's own come first."""
+    entries: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        entries |= _entries(inspect.cleandoc(base.__dict__.get("__doc__") or ""))
+    return entries
+
+
+def _entries(doc: str) -> dict[str, str]:
     if "Args:\n" not in doc:
         return {}
     entries: dict[str, str] = {}
     names: list[str] = []
     for line in doc.split("Args:\n")[1].split("\n\n")[0].splitlines():
-        match = re.match(r" {4}([\w, ]+): (.*)", line)
+        match = re.match(r" {4}(\w[\w, ]*): (.*)", line)
         if match:
             names = match[1].split(", ")
             entries |= dict.fromkeys(names, match[2])
@@ -150,7 +130,9 @@ def kind_of(hint: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """A default as YAML has it."""
+    """A default as YAML has it; nothing where a value must be given."""
+    if value == MISSING:
+        return ""
     if isinstance(value, Enum):
         value = value.value
     if isinstance(value, bool):

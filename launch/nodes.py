@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import select
 import socket
 import time
@@ -21,7 +22,6 @@ from typing import Any, TextIO
 from lp.checks import check_int
 from lp.errors import RankLost, UserError
 
-from .config.schema import NodesSchema
 from .running.errors import INTERRUPTED, USER_ERROR
 from .torchrun import GRACE_S, of_ranks
 
@@ -50,26 +50,22 @@ class Nodes:
     port: int
 
     @classmethod
-    def of(cls, config: NodesSchema) -> Nodes:
-        """The nodes that the keys `nodes.*` describe.
+    def from_env(cls) -> Nodes:
+        """Nodes by the variables of torchrun.sh: NNODES, NODE_RANK, RDZV_ENDPOINT and NPROC.
 
         Raises:
             ValueError: a value out of range, or a missing endpoint.
         """
-        count = check_int("nodes.count (NNODES)", config.count, 1, 1024, "give the number of nodes")
-        rank = check_int("nodes.rank (NODE_RANK)", config.rank, 0, count - 1, "each node has its own, from 0")
+        count = _variable("NNODES", "1", 1, 1024, "give the number of nodes")
+        rank = _variable("NODE_RANK", "0", 0, count - 1, "each node has its own, from 0")
         if count == 1:
             return cls(count=1, rank=0, nproc=1, host=None, port=0)
-        host, _, port = (config.endpoint or "").rpartition(":")
+        endpoint = os.environ.get("RDZV_ENDPOINT", "")
+        host, _, port = endpoint.rpartition(":")
         if not host or not port.isdecimal():
-            raise UserError(
-                f"nodes.endpoint (RDZV_ENDPOINT) is {config.endpoint!r} with {count} nodes; give host:port, a free "
-                "port of node 0"
-            )
-        check_int("the port of nodes.endpoint (RDZV_ENDPOINT)", int(port), 1, 65535, "give a free one of node 0")
-        nproc = config.nproc if config.nproc is not None else _devices()
-        nproc = check_int("nodes.nproc (NPROC)", nproc, 1, 1024, "give the number of ranks on a node")
-        return cls(count=count, rank=rank, nproc=nproc, host=host.strip("[]"), port=int(port))
+            raise UserError(f"RDZV_ENDPOINT is {endpoint!r} with {count} nodes; give host:port, a free port of node 0")
+        check_int("the port of RDZV_ENDPOINT", int(port), 1, 65535, "give a free one of node 0")
+        return cls(count=count, rank=rank, nproc=ranks_of_a_node() or _devices(), host=host.strip("[]"), port=int(port))
 
     def check(self, ranks: int) -> None:
         """Refuse a world size that does not fill the nodes that it needs.
@@ -95,6 +91,20 @@ class Nodes:
         where = ["--nnodes", str(self.needed(ranks)), "--node-rank", str(self.rank), "--rdzv-backend", "static"]
         host = f"[{self.host}]" if ":" in str(self.host) else self.host
         return [*where, "--rdzv-endpoint", f"{host}:{port}"]
+
+
+def ranks_of_a_node() -> int | None:
+    """NPROC, ranks of each node where a launch needs several; None where it is not set.
+
+    Raises:
+        ValueError: it is no such number.
+    """
+    return _variable("NPROC", "", 1, 1024, "give the number of ranks on a node") if os.environ.get("NPROC") else None
+
+
+def _variable(name: str, default: str, low: int, high: int, remedy: str) -> int:
+    text = os.environ.get(name) or default
+    return check_int(name, int(text) if text.isdecimal() else text, low, high, remedy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +211,7 @@ def _gather(
         twice = node in leader.others
         leader.others[-1 if twice else node] = connection, lines  # it must hear of the end, too
         if twice:
-            raise UserError(f"two nodes have nodes.rank (NODE_RANK) {node}; give each its own, from 0")
+            raise UserError(f"two nodes have NODE_RANK {node}; give each its own, from 0")
         theirs = {"count": nodes.count, "nproc": nodes.nproc, "arguments": arguments}
         for name, value in theirs.items():
             if hello[name] != value:
@@ -265,7 +275,7 @@ def _server(port: int) -> socket.socket:
     try:
         return socket.create_server(("", port), family=family, dualstack_ipv6=both)
     except OSError as error:
-        raise UserError(f"port {port} of nodes.endpoint cannot be used ({error.strerror}); give a free one") from None
+        raise UserError(f"port {port} of RDZV_ENDPOINT cannot be used ({error.strerror}); give a free one") from None
 
 
 def _free_port() -> int:

@@ -25,7 +25,6 @@ from statistics import median
 import torch
 from hydra.core.hydra_config import HydraConfig
 
-import lp
 from lp.checks import check_int
 from lp.commands import app_command
 from lp.errors import UserError
@@ -57,10 +56,10 @@ from .bench.scaling_lines import (
 from .bench.summary import markdown, short
 from .bench.table import PipeConsole
 from .cli import start
-from .config.builders import ALONE, ORACLE, PLAIN
+from .config.builders import ALONE, ORACLE, PLAIN, draft_configs
 from .config.sampling import sampling_of
-from .config.schema import SHAPE_KEYS, Output, ScalingConfig, frozen
-from .nodes import Leader, Nodes, follow, leading
+from .config.schema import Output, ScalingConfig
+from .nodes import Leader, Nodes, follow, leading, ranks_of_a_node
 from .running.jobs import folder_of_run, goes_on, relaunch
 from .running.session import checked
 
@@ -68,7 +67,6 @@ LATE = ("parameters", "threads", "sampling")  # of a record's settings: the laun
 OWN_KEYS = (
     "ranks",
     "tp",
-    "nodes",
     "runs",
     "project",
     "projected_ranks",
@@ -90,8 +88,7 @@ def scaling(config: ScalingConfig) -> None:
         SystemExit: a launch failed, with its exit code.
     """
     nodes = check(config)
-    given = HydraConfig.get().overrides.task
-    arguments = [override for override in given if not override.startswith("nodes.rank")]
+    arguments = list(HydraConfig.get().overrides.task)
     if nodes.rank > 0:
         follow(nodes, arguments, config.parallel.timeout_s, partial(launch_benchmark, config, folder_of_run()))
         return
@@ -123,7 +120,7 @@ def run(config: ScalingConfig, leader: Leader, folder: Path, models: ModelCache)
         for (_, tp), records in found.items():
             lines += measured_lines(records, alone.get(tp))
         every = [record for records in found.values() for record in records]
-        caption = "; ".join([_caption(found[splits[-1]][0], config), *remarks(every), *_baselines(alone, found)])
+        caption = "; ".join([_caption(found[splits[-1]][0]), *remarks(every), *_baselines(alone, found)])
     if config.project:
         bench = open_bench(replace(config, methods=[LOOKAHEAD, PLAIN]), models)
         with _threads_of_a_rank(config):
@@ -148,7 +145,7 @@ def check(config: ScalingConfig) -> Nodes:
     if config.project and not config.projected_ranks:
         raise UserError("projected_ranks is empty with project=true; give numbers of ranks, as in [1,2,4]")
     if config.project and not config.links:
-        raise UserError("links is empty with project=true; keep one of those in conf/scaling.yaml, or give your own")
+        raise UserError("links is empty with project=true; keep one of the default ones, or give your own")
     methods = methods_of(config)
     decoder = config.decoder.name
     if decoder != LOOKAHEAD and not any(name in (decoder, decoder + ALONE) for name in methods):
@@ -165,7 +162,7 @@ def check(config: ScalingConfig) -> Nodes:
         if not _methods(config, ranks):
             raise UserError(f"ranks has {ranks}, on which none of methods={methods} runs; give one more")
     if config.project and decoder == LOOKAHEAD:  # now, not when everything else has been measured
-        check_projectable(frozen(lp.LookaheadConfig, config.decoder))
+        check_projectable(draft_configs(config, [LOOKAHEAD])[LOOKAHEAD].shape())
     prompts, _, _ = checked(config, own_names(methods))
     if config.pass_at_1:
         check_pass_at_1(config, prompts)
@@ -174,8 +171,8 @@ def check(config: ScalingConfig) -> Nodes:
     for ranks, tp in splits_of(config):
         check_divisible(replace(config, parallel=replace(config.parallel, tp=tp)), _methods(config, ranks, tp))
     check_int("runs", config.runs, 1, 100, "give how often to measure and project")
-    check_timeouts(config.parallel.timeout_s, config.parallel.setup_timeout_s)
-    nodes = Nodes.of(config.nodes)
+    check_timeouts(config.parallel.timeout_s)
+    nodes = Nodes.from_env()
     for ranks, _ in splits_of(config):
         nodes.check(ranks)
     return nodes
@@ -193,7 +190,7 @@ def check_folder(config: ScalingConfig, folder: Path) -> None:
         if not any(place.glob("*.jsonl")):
             continue
         found = _records_of_one_setting(place)[0]["settings"]
-        of_launch = _at(config, ranks, tp)
+        of_launch = replace(config, parallel=replace(config.parallel, tp=tp))
         wanted = settings_of(of_launch, _methods(config, ranks, tp), sampling_of(config), ranks, 0)
         wanted = json.loads(json.dumps(wanted))
         known = {name for name in (*wanted, *found) if name not in LATE}  # the others are known when a launch runs
@@ -205,21 +202,6 @@ def check_folder(config: ScalingConfig, folder: Path) -> None:
                 f"{place} has records with {name}={theirs}, and this run has {ours}; give another out=, or move them "
                 "away"
             )
-
-
-def _at(config: ScalingConfig, ranks: int, tp: int) -> ScalingConfig:
-    """The config as a launch of so many ranks reads it, where W and G may be given per rank."""
-    sizes = {}
-    of_decoder = {}
-    for name, key in SHAPE_KEYS.items():
-        per_rank = getattr(config, f"{key}_per_rank", None)
-        if per_rank is None:
-            continue
-        sizes[key] = per_rank * ranks
-        if getattr(config.decoder, name, None) == getattr(config, key):  # not one that the user gave the decoder
-            of_decoder[name] = sizes[key]
-    parallel = replace(config.parallel, tp=tp)
-    return replace(config, parallel=parallel, decoder=replace(config.decoder, **of_decoder), **sizes)
 
 
 def splits_of(config: ScalingConfig) -> list[tuple[int, int]]:
@@ -297,7 +279,7 @@ def _records_of_one_setting(folder: Path) -> list[Record]:
 def _threads_of_a_rank(config: ScalingConfig) -> Iterator[None]:
     """Within the block, as many CPU threads as each rank of the largest launch has: see launch/torchrun.py."""
     threads = torch.get_num_threads()
-    ranks = min(max(config.ranks, default=1), config.nodes.nproc or math.inf)
+    ranks = min(max(config.ranks, default=1), ranks_of_a_node() or math.inf)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, int(threads // ranks)))
     try:
@@ -356,13 +338,11 @@ def _baselines(alone: Mapping[int, float | None], found: Mapping[tuple[int, int]
     return said
 
 
-def _caption(record: Record, config: ScalingConfig) -> str:
-    """What all launches share; W and G of one of them only where they are not given per rank."""
+def _caption(record: Record) -> str:
+    """What all launches share."""
     settings = record["settings"]
     versions = record["versions"]
-    w = f"W={settings['W']}" if config.W_per_rank is None else f"W_per_rank={config.W_per_rank}"
-    g = f"G={short(settings['G'])}" if config.G_per_rank is None else f"G_per_rank={config.G_per_rank}"
-    shape = f"{w} N={settings['N']} {g}"
+    shape = f"W={settings['W']} N={settings['N']} G={short(settings['G'])}"
     model = f"model {settings['model']} ({settings['parameters'] / 1e6:.1f} M parameters), {settings['dtype']}"
     return f"{record['hardware']}, torch {versions['torch']}, {model}, {shape}, task {settings['task']}"
 

@@ -19,7 +19,6 @@ from rich.table import Table
 import lp
 from lp.budget.step_times import StepTimes
 from lp.commands import app_command
-from lp.engine.lookahead import MEASURE
 from lp.errors import UserError
 from lp.waits import waiting
 
@@ -47,10 +46,9 @@ def tune(config: TuneConfig) -> None:
     ids = [session.encode(prompt) for _, prompt in session.fitting()]
 
     def build(shape: lp.LookaheadConfig) -> lp.LookaheadDecoder:
-        again = MEASURE if config.measure_step_times and shape.adaptive else None
         attention = config.attention
         decoder = measured(
-            lp.LookaheadDecoder(model, shape, context, attention.name, attention.capture, again, config.exact)
+            lp.LookaheadDecoder(model, shape, context, attention.name, attention.capture, None, config.exact)
         )
         warm_up({"warm-up": partial(session.run, decoder, ids[0], WARM_UP_TOKENS)})  # Ctrl-C ends it too
         return decoder
@@ -158,7 +156,7 @@ def _write(folder: Path, found: dict[str, Any], tried: list[SettingResult]) -> N
         "defaults:\n  - override /decoder: lookahead\n\n"
         f"W: {best.window_size}\nN: {best.ngram_size}\nG: {best.guess_set_size}\n"
         f"pool:\n  mib: {best.pool_mib}\n  model_ngrams: {json.dumps(best.pool_model_ngrams)}\n"
-        f"decoder:\n  draft_depth: {best.draft_depth}\n  num_logits: {best.num_logits}\n",
+        f"decoder:\n  draft_depth: {best.draft_depth}\n",
         encoding="utf-8",
     )
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lp.attention.registry import register_attention
     from lp.budget.step_times import StepTimes
-    from lp.config import Capture, Exact, KVSync, LookaheadConfig, PoolScope
+    from lp.config import Ablation, Capture, Exact, KVSync, LookaheadConfig, PoolScope
     from lp.draft.jacobi import JacobiConfig
     from lp.draft.paper import PaperConfig
     from lp.draft.prompt_lookup import PromptLookupConfig
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0.dev0"  # pyproject.toml takes it from here, so that a clone has it too
 
 __all__ = [
+    "Ablation",
     "AutoregressiveDecoder",
     "Capture",
     "Decoder",
@@ -78,7 +79,7 @@ __all__ = [
 _NAMES = {
     "lp.attention.registry": "register_attention",
     "lp.budget.step_times": "StepTimes",
-    "lp.config": "Capture Exact KVSync LookaheadConfig PoolScope",
+    "lp.config": "Ablation Capture Exact KVSync LookaheadConfig PoolScope",
     "lp.draft.paper": "PaperConfig",
     "lp.draft.prompt_lookup": "PromptLookupConfig",
     "lp.draft.registry": "register_source",

@@ -13,6 +13,7 @@ from typing import Any
 
 from lp.checks import check_choice, check_count, check_kind, check_switches, set_field
 from lp.errors import UserError
+from lp.removed_keys import RefusesRemoved
 
 DEFAULT_TIMEOUT_S = 120.0  # for which ranks wait for each other
 DEFAULT_SETUP_TIMEOUT_S = 1800.0  # the same while they compile and capture, which may take minutes on one of them
@@ -62,7 +63,49 @@ _RESOLVED: Any = None  # the default of a field that __post_init__ fills in
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LookaheadConfig:
+class Ablation:
+    """Parts of lookahead decoding, each of which can be switched off: to measure what it is worth, not to decode with.
+
+    Args:
+        prompt_ngrams: the prompt's n-grams enter the pool before the first step.
+        prompt_logits: with prompt_ngrams, the top-k logits of the prompt enter it too; they pass the LM head for it,
+            which takes longer than it saves where steps are adaptive, and is left out there.
+        output_ngrams: the n-grams of accepted text enter the pool.
+        window_ngrams: the window's n-grams enter the pool.
+        position_guesses: tokens that nodes sample are remembered for their position.
+        num_logits: K, logits stored of every sampled node, to guess again from; 0 stores none.
+        renoise: under sampling, stored logits guess under the noise of the position they guess for.
+        learn: the weights of the pool's kinds of memory follow the text.
+        window_noise: under sampling, the window iterates under the sampler's own noise; False guesses greedily.
+        warmup_steps: first steps that verify nothing and read no n-gram, as the reference code's N - 1.
+        kv_sync: how ranks get each other's accepted KV.
+
+    Raises:
+        ValueError: a value out of range, with the limit and the remedy.
+    """
+
+    prompt_ngrams: bool = True
+    prompt_logits: bool = True
+    output_ngrams: bool = True
+    window_ngrams: bool = True
+    position_guesses: bool = True
+    num_logits: int = 16
+    renoise: bool = True
+    learn: bool = True
+    window_noise: bool = True
+    warmup_steps: int = 0
+    kv_sync: KVSync = KVSync.RECOMPUTE
+
+    def __post_init__(self) -> None:
+        check_switches(self, "prompt_ngrams", "prompt_logits", "output_ngrams", "window_ngrams", "position_guesses")
+        check_switches(self, "renoise", "learn", "window_noise")
+        check_count(self, "num_logits", 0, 32, "try 16, or 0 for none", "K")
+        check_count(self, "warmup_steps", 0, math.inf, "leave it 0")
+        check_choice(self, "kv_sync", KVSync)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LookaheadConfig(RefusesRemoved):
     """The shape of a lookahead step, or with `adaptive` the bounds of it, and what the pool may use.
 
     To give any of W, N and G fixes every step's budget; to give none of them lets every step take what pays on this
@@ -75,24 +118,13 @@ class LookaheadConfig:
         guess_set_size: G; a step has at most G x (N - 1) draft tokens, 0 verifies none. Default 104; 184 where
             `adaptive`, which makes 200 step tokens a rank.
         draft_depth: longest draft path in tokens, beyond N - 1 by chaining n-grams; None is the paper's N - 1.
-        prompt_ngrams: the prompt's n-grams enter the pool before the first step.
-        prompt_logits: with prompt_ngrams, the top-k logits of the prompt enter it too; they pass the LM head for it,
-            which takes longer than it saves where `adaptive`, and is left out there.
-        output_ngrams: the n-grams of accepted text enter the pool.
-        window_ngrams: the window's n-grams enter the pool.
-        position_guesses: tokens that nodes sample are remembered for their position.
-        num_logits: K, logits stored of every sampled node, to guess again from; 0 stores none.
-        renoise: under sampling, stored logits guess under the noise of the position they guess for.
-        learn: the weights of the pool's kinds of memory follow the text.
         pool_scope: "session" passes the pool from one call of a decoder to its next; what a prompt's tokens are does
             not change, which draft tokens they get does.
         pool_mib: most memory of the pool, MiB; the oldest entries make room.
         pool_file: with "session", a safetensors file to begin with, if it exists, and to write after every call.
         pool_model_ngrams: what the model writes behind 1 to 3 tokens, which votes where the pool has not seen them:
             a file of `lp ngrams`, "auto" for the one beside the model, if it is there, or "off".
-        window_noise: under sampling, the window iterates under the sampler's own noise; False guesses greedily.
-        warmup_steps: first steps that verify nothing and read no n-gram, as the reference code's N - 1; for ablations.
-        kv_sync: how ranks get each other's accepted KV.
+        ablation: parts of the method to leave out, for studies of what each is worth.
         adaptive: W and G are bounds of each rank's step, which takes what pays on this machine; None is true if none of
             W, N and G is given. Never None once the config is made.
 
@@ -104,26 +136,14 @@ class LookaheadConfig:
     ngram_size: int = _RESOLVED
     guess_set_size: int = _RESOLVED
     draft_depth: int | None = 192
-    prompt_ngrams: bool = True
-    prompt_logits: bool = True
-    output_ngrams: bool = True
-    window_ngrams: bool = True
-    position_guesses: bool = True
-    num_logits: int = 16
-    renoise: bool = True
-    learn: bool = True
     pool_scope: PoolScope = PoolScope.REQUEST
     pool_mib: int = 16
     pool_file: str | None = None
     pool_model_ngrams: str = "auto"
-    window_noise: bool = True
-    warmup_steps: int = 0
-    kv_sync: KVSync = KVSync.RECOMPUTE
+    ablation: Ablation = Ablation()
     adaptive: bool = _RESOLVED
 
     def __post_init__(self) -> None:
-        check_switches(self, "prompt_ngrams", "prompt_logits", "output_ngrams", "window_ngrams", "position_guesses")
-        check_switches(self, "renoise", "learn", "window_noise")
         missing = [name for name in (*FIXED_SHAPE, "adaptive") if getattr(self, name) is None]
         if "adaptive" in missing:
             missing.remove("adaptive")
@@ -141,15 +161,13 @@ class LookaheadConfig:
         if (self.window_size + self.guess_set_size) * (self.ngram_size - 1) > most:
             shape = f"W={self.window_size}, N={self.ngram_size}, G={self.guess_set_size}"
             raise UserError(f"a step of {shape} has (W + G) x (N - 1) tokens, more than {most}; lower one of them")
-        check_count(self, "num_logits", 0, 32, "try 16, or 0 for none", "K")
         check_count(self, "pool_mib", 1, 1 << 16, "try 16, or 128 for a session")
         check_choice(self, "pool_scope", PoolScope)
         check_kind("pool_file", self.pool_file, (str, os.PathLike, type(None)), "a path, or None")
         check_kind("pool_model_ngrams", self.pool_model_ngrams, (str, os.PathLike), "a path, 'auto' or 'off'")
         if self.pool_file is not None and self.pool_scope is not PoolScope.SESSION:
             raise UserError(f"pool_file is {self.pool_file!r}, but every call has a new pool; add pool_scope=session")
-        check_count(self, "warmup_steps", 0, math.inf, "leave it 0")
-        check_choice(self, "kv_sync", KVSync)
+        check_kind("ablation", self.ablation, Ablation, "lp.Ablation, as in lp.Ablation(learn=False)")
 
     def shape(self) -> LookaheadConfig:
         """The step it takes: itself. Configs of other draft sources make one of their own settings."""
@@ -166,8 +184,6 @@ class LookaheadConfig:
         return self.draft_depth or self.ngram_size - 1
 
 
-def windowless(num_tokens: int, kv_sync: KVSync = KVSync.RECOMPUTE) -> LookaheadConfig:
+def windowless(num_tokens: int) -> LookaheadConfig:
     """Steps of no window and of so many draft tokens, which may all be one path."""
-    return LookaheadConfig(
-        window_size=0, ngram_size=2, guess_set_size=num_tokens, draft_depth=num_tokens, kv_sync=kv_sync
-    )
+    return LookaheadConfig(window_size=0, ngram_size=2, guess_set_size=num_tokens, draft_depth=num_tokens)

@@ -46,7 +46,7 @@ class Learner(lp.LookaheadDecoder):
 
     def source(self, request: Request) -> DraftSource:
         """A pool that goes on learning the shared weights."""
-        tables = new_tables(self.config.num_logits, self.config.pool_mib, self.weights, self.squares)
+        tables = new_tables(self.config.ablation.num_logits, self.config.pool_mib, self.weights, self.squares)
         tables = tables._replace(weights=self.weights, squares=self.squares)
         sampler = request.sampler
         model_ngrams, temperature = self.model_ngrams, sampler.processors.temperature

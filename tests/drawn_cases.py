@@ -135,12 +135,12 @@ class Case:
         strings = ["".join(rng.choices("abc", k=rng.randint(1, 3))) for _ in range(rng.randint(1, 2))]
         sampled = takes("sampled", 0.8 if long else 0.4) or "warpers" in wanted
         method = rng.choice([*PEERS] if takes("another method", 0.25) else ["lookahead"])
-        method = "lookahead" if {"adaptive", "session pool"} & {*wanted} else method
+        method = "lookahead" if {"adaptive", "session pool", "broadcast"} & {*wanted} else method
         config = _drawn_config(rng, method)
         if method == "lookahead":
             config |= {"adaptive": True} if "adaptive" in wanted else {}
             config |= {"pool_scope": "session"} if "session pool" in wanted else {}
-        config |= {"kv_sync": "broadcast"} if "broadcast" in wanted else {}
+            config |= {"kv_sync": "broadcast"} if "broadcast" in wanted else {}
         length, new, chunks = rng.randint(fewest, max(fewest, 60)), rng.randint(1, 60), [1, 7, 64, 512]
         if long:  # or the text grows past SHORT while it is generated
             overrides |= {"max_position_embeddings": 2 * LONG} | ({"attention_bias": True} if arch == "llama" else {})
@@ -295,7 +295,7 @@ def _drawn_tp(rng: random.Random, arch: str, ranks: int, overrides: dict[str, An
 def _drawn_config(rng: random.Random, method: str) -> dict[str, Any]:
     sync = {"kv_sync": rng.choice(["recompute", "broadcast"])}
     if method != "lookahead":
-        return sync
+        return {}
     shape = {"window_size": rng.randint(0, 12), "ngram_size": rng.randint(2, 6), "guess_set_size": rng.randint(0, 12)}
     policy = {
         "draft_depth": rng.choice([None, 1, 9, 48]),

@@ -25,6 +25,7 @@ from tests.drawn_cases import PEERS, PROCESSORS, Case
 from tests.pools import drawn_step_times
 from tests.processors import Noise, SumCriterion
 from tests.simulated_cuda import run_on_gpus, simulated_cuda, why_not
+from tests.switches import lookahead_config
 from tests.tiny_models import VOCABULARY, drawn_text, letters, logits_differ, plain_greedy, tiny_model
 from tests.toy_grammar import ToyGrammar, ToyMask
 
@@ -175,7 +176,7 @@ class Rank:
             model = divide(model, context.replica)
         settings: dict[str, Any] = {"capture": case.gpu} if self.gpus else {}
         if case.method == "lookahead":
-            config = lp.LookaheadConfig(**case.config)
+            config = lookahead_config(**case.config)
             settings["step_times"] = drawn_step_times(random.Random(case.step_times))
         else:
             config = PEERS[case.method](**case.config)

@@ -25,6 +25,7 @@ from lp.draft.source import ShareInput, StepSamples
 from lp.draft.tree import DraftTree
 from lp.draft.window import WindowDrafts
 from lp.sampling.top_logits import TopLogits
+from tests.switches import lookahead_config
 
 TEXT_ONLY: dict[str, Any] = {"window_ngrams": False, "position_guesses": False, "num_logits": 0}
 
@@ -32,14 +33,14 @@ TEXT_ONLY: dict[str, Any] = {"window_ngrams": False, "position_guesses": False, 
 def empty_tables(config: LookaheadConfig, weights: np.ndarray | None = None) -> Tables:
     """Empty, with these weights, or none that favours anything: the shipped ones change whenever they are learned."""
     zeros = np.zeros(FEATURES)
-    return new_tables(config.num_logits, config.pool_mib, zeros if weights is None else weights, zeros + 1)
+    return new_tables(config.ablation.num_logits, config.pool_mib, zeros if weights is None else weights, zeros + 1)
 
 
 def pool_of(
     prompt: Sequence[int], noise: tuple[int, int] | None = None, tables: Tables | None = None, **config: Any
 ) -> NGramPool:
     """A pool of the smallest size with these switches."""
-    made = LookaheadConfig(**{"pool_mib": 1} | config)
+    made = lookahead_config(**{"pool_mib": 1} | config)
     return NGramPool(made, prompt, noise, tables or empty_tables(made))
 
 

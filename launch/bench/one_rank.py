@@ -116,7 +116,7 @@ def check_alike(config: LookaheadConfig) -> None:
         ValueError: its pool remembers other texts, or its steps follow step times, which are those of other ranks.
     """
     if config.adaptive:
-        raise UserError("decoder.adaptive is true, whose steps follow this machine's step times; make it false")
+        raise UserError("the config is adaptive, whose steps follow this machine's step times; give W, N or G")
     if config.pool_scope is PoolScope.SESSION:
         raise UserError("pool_scope is 'session', so that no run is like the one before; take pool.scope=request")
 

@@ -161,7 +161,7 @@ def check_projectable(config: LookaheadConfig) -> None:
     Raises:
         ValueError: kv_sync=broadcast, whose second collective has no model here, or a pool that remembers other texts.
     """
-    if config.kv_sync is KVSync.BROADCAST:
+    if config.ablation.kv_sync is KVSync.BROADCAST:
         raise UserError("kv_sync is 'broadcast', whose second collective is not modelled; project kv_sync=recompute")
     check_alike(config)
 

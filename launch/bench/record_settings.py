@@ -9,7 +9,7 @@ import torch
 
 import lp
 
-from ..config.builders import guess_set_sizes, has_pool
+from ..config.builders import draft_configs, guess_set_sizes, has_pool
 from ..config.schema import BenchmarkConfig, PoolSchema
 from .methods import bare_name
 
@@ -22,9 +22,10 @@ def settings_of(
     G is the one that was used, or where methods have defaults of their own, a dict by method.
     """
     model = config.model
-    decoder = dict(vars(config.decoder))
-    for size in guess_set_sizes(config, [config.decoder.name]).values():
-        decoder["guess_set_size"] = size
+    decoder: dict[str, Any] = {"name": config.decoder.name}
+    for chosen in draft_configs(config, [config.decoder.name]).values():
+        decoder |= asdict(chosen)
+    decoder.pop("ablation", None)  # which no key sets
     sizes = guess_set_sizes(config, map(bare_name, methods))
     guess_set_size: dict[str, int] | int | None = sizes
     if len({*sizes.values()}) < 2:

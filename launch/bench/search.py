@@ -98,8 +98,8 @@ def search(
 ) -> list[SettingResult]:
     """Find the fastest fixed setting, and what the adaptive budget reaches beside it.
 
-    The token budget comes first, without a window; then columns, N, depth and K around the best, one at a time; then
-    the best fixed setting, the adaptive budget and plain decoding once more, side by side.
+    The token budget comes first, without a window; then columns, N and depth around the best, one at a time; then the
+    best fixed setting, the adaptive budget and plain decoding once more, side by side.
 
     Args:
         pool: fields of LookaheadConfig that every setting has.
@@ -127,7 +127,6 @@ def _around(best: LookaheadConfig) -> list[LookaheadConfig]:
         *(replace(best, window_size=w) for w in (2, 8, 16)),
         replace(best, window_size=4, ngram_size=3, guess_set_size=max(best.guess_set_size // 2, 1)),
         replace(best, draft_depth=12),
-        replace(best, num_logits=8),
     ]
 
 
@@ -141,7 +140,7 @@ def _named(settings: Sequence[LookaheadConfig]) -> dict[str, LookaheadConfig]:
 
 
 def _name(c: LookaheadConfig) -> str:
-    return f"W={c.window_size} N={c.ngram_size} G={c.guess_set_size} depth={c.depth} K={c.num_logits}"
+    return f"W={c.window_size} N={c.ngram_size} G={c.guess_set_size} depth={c.depth}"
 
 
 def _step_tokens(config: LookaheadConfig | None, runs: Iterable[Measured]) -> int:

@@ -310,7 +310,7 @@ def _typical_size(outputs: Sequence[GenerationOutput]) -> int:
 
 def _typical_catch_up(output: GenerationOutput, config: LookaheadConfig, ranks: int) -> int:
     """Accepted tokens of a step that a rank lacks, if each of them lay on one rank, and on any of them as often."""
-    if config.kv_sync is KVSync.BROADCAST:
+    if config.ablation.kv_sync is KVSync.BROADCAST:
         return 0
     return round((output.compression - 1) * (ranks - 1) / ranks)
 

@@ -10,7 +10,6 @@ import lp
 from lp.attention.registry import attention_choices
 from lp.draft.registry import DraftConfig, source_of
 from lp.engine.decoder import Decoder
-from lp.engine.lookahead import MEASURE
 from lp.errors import UserError
 from lp.sampling.generation_config import NONE
 
@@ -94,18 +93,17 @@ def _builder(name: str, config: Common) -> Builder:
         return lambda model, context: measured(lp.PlainDecoder(model, context, attention, capture, exact))
     settings = _settings(name, config)
     source_of(settings).factory(settings)  # a package that is missing is refused before the model is loaded
-    again = MEASURE if config.measure_step_times else None
-    own = attention, capture, again, exact
+    own = attention, capture, None, exact
     return lambda model, context: measured(lp.LookaheadDecoder(model, settings, context, *own))
 
 
 def _settings(name: str, config: Common) -> DraftConfig:
     """As the user set the decoder that was chosen; of the others, the defaults, and the run's W, N, G and pool."""
     choice = decoder_choices()[name]
-    if config.decoder.name == name:
-        return frozen(choice.config, config.decoder)
     given = {field: value for field, value in shape_and_pool(config).items() if choice.has(field)}
-    return choice.config(**{**choice.values, **given})
+    if config.decoder.name == name:
+        return frozen(choice.config, config.decoder, **choice.values, **given)
+    return choice.config(**choice.values, **given)
 
 
 def shape_and_pool(config: Common) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def sampling_of(config: Common) -> lp.SamplingParams | None:
     """
     name = config.sampling.name
     if name == "sample":
-        return frozen(lp.SamplingParams, config.sampling)
+        return frozen(lp.SamplingParams, config.sampling, seed=config.seed)
     if name != "greedy":
         raise UserError(f"sampling.name is {name!r}; choose with sampling=<one of greedy, sample>")
     return None

@@ -1,34 +1,38 @@
-"""Types of the configs in conf/, so that Hydra refuses unknown keys and wrong types.
+"""Every key of the apps, once: its type and default are a field here, and its text is the field's entry under Args.
+
+`--help` and docs/config.md are made of it, and the files of conf/ repeat none of it: conf/APP.yaml says which choices
+of the config groups the app begins with, and the files of a group set what is particular to a model, a task or an
+experiment.
 
 Hydra merges YAML into a schema, which a frozen dataclass does not allow: the schemas of the decoders are unfrozen
-mirrors of lp's own configs, and `frozen` builds the real one, whose `__post_init__` checks the values. The config group
-`decoder` has no files: it is made of the registered draft sources.
+mirrors of lp's own configs, and `frozen` builds the real one, whose `__post_init__` checks the values. The config
+groups `decoder` and `sampling` have no files: they are made of the registered draft sources and of SamplingParams.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from enum import Enum, StrEnum
 from typing import Any, ClassVar, TypeVar, get_type_hints
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import II, MISSING, DictConfig, OmegaConf
 
 from lp.attention.registry import attention_choices
-from lp.checks import env_int
-from lp.config import DEFAULT_SETUP_TIMEOUT_S, DEFAULT_TIMEOUT_S, LookaheadConfig
+from lp.config import DEFAULT_TIMEOUT_S, FIXED_SHAPE, LookaheadConfig
 from lp.draft.registry import sources
 from lp.errors import UserError
+from lp.removed_keys import removal
 from lp.sampling.params import SamplingParams
 
 from ..data.shapes import SHAPES
 from .arguments import closest
 
 T = TypeVar("T")
-# Fields that a draft source's config takes from top-level keys, where it has them. One that is null is the config's own
-# default.
+# Fields that a draft source's config takes from keys of the app, where it has them. A key that is null is the config's
+# own default.
 SHAPE_KEYS = {"window_size": "W", "ngram_size": "N", "guess_set_size": "G"}
 POOL_KEYS = {f"pool_{name}": f"pool.{name}" for name in ("scope", "mib", "file", "model_ngrams")}
 LOOKAHEAD_PRESETS = {"lookahead_auto": {"adaptive": True}, "lookahead": {"adaptive": False}}  # of one config
@@ -57,14 +61,12 @@ class ModelSchema:
         name: "demo", a folder with config.json, a GGUF file, or a name on the hub.
         dtype: dtype of the weights: float64, float32, bfloat16, float16, or auto for what the checkpoint says.
         device: this rank's device: cpu, cuda, cuda:<number>, or auto for its GPU if there is one.
-        attn_implementation: transformers' attention to load the model with; null takes sdpa where the model has it.
         trust_remote_code: run code that comes with the checkpoint.
     """
 
     name: str = MISSING
     dtype: str = "float32"
     device: str = "auto"
-    attn_implementation: str | None = None
     trust_remote_code: bool = False
 
 
@@ -101,15 +103,15 @@ class ParallelSchema:
             gloo.
         nproc: an app that runs alone launches so many ranks of itself; null: the ranks are torchrun's.
         timeout_s: seconds that a rank waits for the others, at the start and in a step, before it ends with an error.
-        setup_timeout_s: the same while ranks compile and capture steps ahead.
-        tp: ranks that hold one copy of the model between them, where it is too large or too slow for one.
-        one_shot_sums: sum small tensors of such ranks by torch's symmetric memory, where it gives NCCL's sums.
+        tp: ranks that hold one copy of the model between them (tensor parallelism), where it is too large or too slow
+            for one; the ranks are divided into such replicas, which share the steps.
+        one_shot_sums: sum small tensors of such ranks in one kernel, by torch's symmetric memory, where it gives NCCL's
+            sums (alpha).
     """
 
     backend: str = "auto"
     nproc: int | None = None
     timeout_s: float = DEFAULT_TIMEOUT_S
-    setup_timeout_s: float = DEFAULT_SETUP_TIMEOUT_S
     tp: int = 1
     one_shot_sums: bool = False
 
@@ -167,7 +169,8 @@ class PoolSchema:
         scope: request, or session, with which it lasts from prompt to prompt.
         mib: most memory, MiB.
         file: with scope=session, a safetensors file that saves it from run to run.
-        model_ngrams: a file of the model's n-grams, auto for the one beside the model, or off.
+        model_ngrams: what the model writes behind 1 to 3 tokens: a file of `lp ngrams`, auto for the one beside the
+            model, or off.
     """
 
     scope: str = "request"
@@ -178,7 +181,21 @@ class PoolSchema:
 
 @dataclass
 class Common:
-    """The keys of every app. The comments are in conf/base.yaml."""
+    """Keys of all apps.
+
+    Args:
+        W: columns of the window, the paper's window_size, which ranks divide. With decoder=lookahead_auto W is a bound
+            of each rank's step.
+        N: tokens of an n-gram, the paper's ngram_size.
+        G: a step has at most G x (N - 1) draft tokens, the paper's guess_set_size, which ranks divide and round up.
+            With decoder=lookahead_auto G is a bound of each rank's step. null: the decoder's own default, 184 with
+            lookahead_auto and 104 with lookahead.
+        max_new_tokens: most tokens to add to a prompt.
+        stop_strings: a text ends with the token that completes one of them.
+        seed: the seed of sampling; null draws one, rank 0's for all.
+        exact: what lookahead leaves as plain decoding has it: tokens, but for what rounding decides, or bitwise, every
+            bit of the logits; auto is tokens.
+    """
 
     model: ModelSchema = field(default_factory=ModelSchema)
     decoder: Any = None
@@ -186,33 +203,57 @@ class Common:
     sampling: Any = None
     parallel: ParallelSchema = field(default_factory=ParallelSchema)
     pool: PoolSchema = field(default_factory=PoolSchema)
-    W: int = 16
-    N: int = 2
+    W: int = FIXED_SHAPE["window_size"]
+    N: int = FIXED_SHAPE["ngram_size"]
     G: int | None = None
-    W_per_rank: int | None = None
-    G_per_rank: int | None = None
     max_new_tokens: int = 128
     stop_strings: list[str] = field(default_factory=list)
     seed: int | None = 0
     exact: str = "auto"
-    measure_step_times: bool = False
 
 
 @dataclass
 class Tasked(Common):
-    """The keys of apps that continue the prompts of a task."""
+    """Keys of apps that continue the prompts of a task.
+
+    Args:
+        prompt: the text to continue; --prompt TEXT sets it, and needs no quoting for Hydra.
+        prompt_file: a file with the text to continue.
+        limit: without a prompt and a prompt_file, how many prompts of the task to take, the first of them; null: all.
+        repeats: how often everything is measured; medians count.
+    """
 
     task: TaskSchema = field(default_factory=TaskSchema)
-    prompt: str | None = None
+    prompt: str | None = II("oc.env:LP_PROMPT,null")
     prompt_file: str | None = None
-    limit: int | None = None
+    limit: int | None = 4
     repeats: int = 1
 
 
 @dataclass
 class Config(Tasked):
-    """The keys of launch.generate. The comments are in conf/generate.yaml."""
+    """Keys of lp generate.
 
+    Args:
+        repeats: with compare=true, how often each is measured; medians count, and the table has least and most.
+        output: what stdout has: with table the text, then a table; with text the text alone; with json one JSON object
+            on the last line. Everything else then goes to stderr.
+        show_prompt: show the end of every prompt before its text.
+        stream: show the text as it comes, accepted tokens in colour.
+        compare: once the texts are there, measure lookahead, plain decoding and prompt lookup in alternation, and
+            compare their tokens with those of decoder=autoregressive, which shares no code with them. It takes several
+            times as long as the texts.
+        journal: a file of what is generated, token by token: the same run, started again, goes on from it. Where ranks
+            are started again, null is journal.jsonl in the run's folder.
+        json_schema: a file with a JSON schema, which every text follows (extra `grammar`). Without a journal.
+        verbose: print after every prompt how many tokens its steps took, and why.
+        generation_config: whether the checkpoint's generation_config.json is followed: auto (penalties, suppressed
+            tokens and the like; where it samples, texts are sampled under `seed` unless sampling=sample says how), or
+            none.
+    """
+
+    max_new_tokens: int = 64
+    repeats: int = 3
     output: TextOutput = TextOutput.table
     show_prompt: bool = True
     stream: bool = True
@@ -225,8 +266,30 @@ class Config(Tasked):
 
 @dataclass
 class BenchmarkConfig(Tasked):
-    """The keys of launch.benchmark. The comments are in conf/benchmark.yaml."""
+    """Keys of lp benchmark.
 
+    Args:
+        repeats: how often each method runs on a prompt; medians count, and from two on the table has least and most.
+        output: with json stdout is one JSON object instead of the table.
+        methods: what to run on every prompt, in alternation: decoders, and the baselines hf_generate, hf_static,
+            hf_prompt_lookup, hf_assisted (which needs draft=<model>), llama_cpp and llama_cpp_prompt_lookup (which need
+            gguf=<file>), deepspeed_tp, transformers_tp and accelerate_pp. Behind one of ours @1 runs it on rank 0
+            alone. null: the decoder, plain decoding and prompt lookup. Where plain or autoregressive is among them, all
+            tokens are compared with those of autoregressive, which shares no code with the others; unless named, it is
+            not timed.
+        draft: the model that drafts for hf_assisted: a folder, a name on the hub, or demo.
+        gguf: the model as a GGUF file, for llama_cpp and llama_cpp_prompt_lookup.
+        prompt_tokens: length of prompts in tokens: shorter ones get the prompts before them in front. null: as they
+            are.
+        quality: measure perplexity, repetition and ROUGE of every text too.
+        pass_at_1: pass@1 of every method: programs that the model writes are run against the task's tests, in a child
+            process with limits; final numbers are compared. For humaneval, mbpp, classeval, gsm8k, whose data has to
+            have the tests.
+        out: the folder of the records; a run that finds its own records there goes on behind them. null: a new folder
+            of this run.
+    """
+
+    limit: int | None = None
     output: Output = Output.table
     methods: list[str] | None = None
     draft: str | None = None
@@ -244,7 +307,7 @@ class LinkSchema:
     Args:
         base_us: microseconds of any collective.
         hop_us: microseconds of each further rank.
-        gb_s: bandwidth, GB/s.
+        gb_s: GB a second of the link.
         source: where the figures are from.
     """
 
@@ -254,48 +317,81 @@ class LinkSchema:
     source: str = MISSING
 
 
-@dataclass
-class NodesSchema:
-    """The nodes that launch.scaling runs on, by the variables of torchrun.sh.
-
-    Args:
-        count: how many nodes there are.
-        rank: this node's number, from 0.
-        nproc: ranks of each node, where a world size needs several; null: one a GPU, or one.
-        endpoint: host:port, a free port of node 0.
-    """
-
-    count: int = 1
-    rank: int = 0
-    nproc: int | None = None
-    endpoint: str | None = None
+def known_links() -> dict[str, LinkSchema]:
+    """Links whose figures are published, or measured here."""
+    tuning = "NCCL src/graph/tuning.cc: ring, LL protocol"
+    return {
+        "nvlink": LinkSchema(6.6, 0.6, 87.7, f"{tuning}, NVLINK; its LL bandwidth on Ampere"),
+        "pcie": LinkSchema(
+            6.6, 1.0, 16, f"{tuning}, PCI; PCIe 4.0 x16 at half its 32 GB/s, since LL sends a flag with every word"
+        ),
+        "infiniband": LinkSchema(6.6, 2.7, 12.5, f"{tuning}, NET; 200 Gbit/s at half of it, one device a node"),
+        "gloo": LinkSchema(0, 532, 0.88, "measured: two processes of a busy machine of 2 x86-64 cores, torch 2.13.0"),
+    }
 
 
 @dataclass
 class ScalingConfig(BenchmarkConfig):
-    """The keys of launch.scaling. The comments are in conf/scaling.yaml."""
+    """Keys of lp scaling.
 
-    ranks: list[int] = field(default_factory=list)
+    Args:
+        methods: what to run, as in lp benchmark; those that need several ranks, such as transformers_tp, are left out
+            where there is one.
+        ranks: launch and measure each of these world sizes, one after the other; where 1 is not among them, plain
+            decoding alone, too, which speed-ups are over. One that a node has room for runs on node 0 alone; a larger
+            one is a multiple of a node's ranks. For several nodes, start the same command on each, with NNODES,
+            RDZV_ENDPOINT, NPROC and the node's NODE_RANK in the environment; node 0 writes records and report.
+        tp: how many of these ranks hold one copy of the model between them (tensor parallelism): every value that
+            divides a world size is measured on it. ranks=[1,2,4] tp=[1,2,4] shows which split is fastest; vs plain is
+            against the same tp.
+        runs: measure and project so many times, and give every run's error of the projection and their median.
+        project: run and time every rank's share of larger world sizes on this one device, and add the collective of
+            each link.
+        projected_ranks: world sizes to project.
+        weak: beside the same W and G for all ranks together, project W and G for every rank.
+        links: an all-gather over R ranks of n bytes each takes base_us + (R - 1) x (hop_us + n / gb_s).
+    """
+
+    limit: int | None = 4
+    methods: list[str] | None = field(default_factory=lambda: ["lookahead", "lookahead_auto", "plain"])
+    repeats: int = 3
+    ranks: list[int] = field(default_factory=lambda: [1, 2])
     tp: list[int] = field(default_factory=lambda: [1])
-    nodes: NodesSchema = field(default_factory=NodesSchema)
     runs: int = 1
     project: bool = False
-    projected_ranks: list[int] = field(default_factory=list)
+    projected_ranks: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32, 64])
     weak: bool = True
-    links: dict[str, LinkSchema] = field(default_factory=dict)
+    links: dict[str, LinkSchema] = field(default_factory=known_links)
 
 
 @dataclass
 class TuneConfig(Tasked):
-    """The keys of launch.tune. The comments are in conf/tune.yaml."""
+    """Keys of lp tune. W, N, G and decoder are what it looks for; the pool is that of every setting.
 
+    Args:
+        repeats: rounds of every setting, in alternation.
+        output: with json the last line of stdout is one JSON object, that of tune.json, and the table is left out.
+    """
+
+    max_new_tokens: int = 96
     output: Output = Output.table
 
 
 @dataclass
 class ChatConfig(Common):
-    """The keys of launch.chat. The comments are in conf/chat.yaml."""
+    """Keys of lp chat.
 
+    Args:
+        seed: the seed of sampling; null draws another one for every answer.
+        system: the system prompt, before the first turn.
+        json_schema: a file with a JSON schema, which every answer follows (extra `grammar`).
+        history_file: a file of the lines typed in former chats, for the arrow keys; null: none.
+        generation_config: whether the checkpoint's generation_config.json is followed: auto (penalties, suppressed
+            tokens and the like; where it samples, answers are sampled, until /set temperature=0), or none.
+    """
+
+    max_new_tokens: int = 512
+    seed: int | None = None
     system: str | None = None
     json_schema: str | None = None
     history_file: str | None = None
@@ -325,11 +421,45 @@ class FimSchema:
 
 @dataclass
 class ServeConfig(Common):
-    """The keys of launch.serve. The comments are in conf/serve.yaml."""
+    """Keys of lp serve.
 
+    Args:
+        max_new_tokens: most tokens of a text whose client names no limit.
+        seed: the seed of texts whose client gives none; null draws one for every text. `sampling` is what clients get
+            that give no temperature.
+        host: where rank 0 listens; 0.0.0.0 is every address of the machine, which wants an api_key.
+        port: the port; 0 takes any free one, and says which.
+        api_key: clients must send it, as Authorization: Bearer KEY; null: they need none. In the environment it stays
+            out of `ps`.
+        metrics_key: whether /metrics needs the key too: scrapers rarely have one.
+        models_key: whether the list of models needs the key: false lets a router's probes read it.
+        served_name: what clients call the model: a name, or several, as in served_name='[a,b]', of which answers have
+            the first; '*' among them takes any name. null: its own name, or the last part of it; of a snapshot's folder
+            in the hub's cache, ORG/NAME.
+        chat_template: a file with a chat template (Jinja), in place of the model's own.
+        max_sequences: texts that take steps together; further ones wait.
+        max_waiting: texts that may wait; further ones are refused with 429.
+        cache_tokens: cache slots for all texts; null: half of the free memory, or what the longest texts need.
+        prefill_chunk: tokens of prompts in a step that other texts take part in.
+        max_body_bytes: largest body of a request.
+        timeout_s: a request ends with an error after so many seconds; 0: never.
+        drain_s: after Ctrl-C or SIGTERM, texts may go on for so many seconds.
+        journal: a folder for the requests under way, of this server alone, with the tokens of their texts. A server
+            that is started again goes on behind them where a client sends the same request again within a day, its seed
+            included. null: none are kept.
+        reasoning: models that think first: the tokens around their reasoning, as in reasoning='[<think>,</think>]', or
+            auto for those of known families. A chat's answer then has it apart, in reasoning_content, and a
+            response_format begins behind it. null: an answer is all text, and a response_format begins with it.
+        generation_config: whether the checkpoint's generation_config.json is followed, field by field behind what a
+            client gives: auto (where it samples, texts whose client gives no temperature are sampled as it says), or
+            none.
+    """
+
+    max_new_tokens: int = 1024
+    seed: int | None = None
     host: str = "127.0.0.1"
     port: int = 8000
-    api_key: str | None = field(default=None, repr=False)  # not in a traceback or a log
+    api_key: str | None = field(default=II("oc.env:LP_API_KEY,null"), repr=False)  # not in a traceback or a log
     metrics_key: bool = False
     models_key: bool = True
     served_name: Any = None  # text, a list of text, or null
@@ -362,11 +492,24 @@ class ScaleSchema:
 
 @dataclass
 class ProfileConfig(Common):
-    """The keys of launch.profile. The comments are in conf/profile.yaml."""
+    """Keys of lp profile. model=<a shape>, such as codellama_7b, builds random weights: nothing is downloaded.
 
+    Args:
+        max_new_tokens: tokens of every decode.
+        prefix: tokens in the KV cache.
+        tokens: the numbers of step tokens T to measure t(T) at.
+        R: the number of ranks, of which this process runs one; under torchrun the launch's own (null).
+        rank: the rank that this process runs; under torchrun its own (null).
+        rounds: how often everything is measured; medians count.
+        compare: measure tokens a second against transformers' generate.
+        plot: write a picture to the run's folder.
+        output: with json the last line of stdout is one JSON object.
+    """
+
+    max_new_tokens: int = 32
     shape: ScaleSchema = field(default_factory=ScaleSchema)
     prefix: int = 1024
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32, 64, 128])
     R: int | None = None
     rank: int | None = None
     rounds: int = 9
@@ -375,31 +518,32 @@ class ProfileConfig(Common):
     output: Output = Output.table
 
 
-def mirror(config: type, name: str, values: Mapping[str, Any] | None = None) -> type:
+def mirror(config: type, name: str, values: Mapping[str, Any] | None = None, without: Container[str] = ()) -> type:
     """An unfrozen dataclass with the fields of `config` and a `name`, which tells the decoders apart.
 
-    An enum becomes a str: OmegaConf takes enums by member name, users know them by value. A field whose default is None
-    may be null, whatever its type: the config fills it in. So may those of SHAPE_KEYS, which `frozen` leaves out then.
+    An enum becomes a str: OmegaConf takes enums by member name, users know them by value.
 
     Args:
         values: defaults other than the config's own; strings may be interpolations.
+        without: fields that are set by keys elsewhere, or in Python alone.
     """
     hints = get_type_hints(config)
     members: list[tuple[str, Any, Any]] = [("name", str, field(default=name))]
     for item in fields(config):
+        if item.name in without:
+            continue
         assert item.default is not NO_DEFAULT, f"{config.__name__}.{item.name} needs a default to be mirrored"
         hint = hints[item.name]
         default = (values or {}).get(item.name, item.default)
         if isinstance(hint, type) and issubclass(hint, Enum):
             hint, default = str, str(default)
-        nullable = item.default is None or item.name in SHAPE_KEYS
-        members.append((item.name, hint | None if nullable else hint, field(default=default)))
+        members.append((item.name, hint | None if item.default is None else hint, field(default=default)))
     return make_dataclass(f"{config.__name__}Schema", members)
 
 
 # The choices of two config groups; of the decoders, those that draft nothing.
 UNDRAFTED: dict[str, type] = {"plain": PlainSchema, "autoregressive": AutoregressiveSchema}
-SAMPLINGS: dict[str, type] = {"greedy": GreedySchema, "sample": mirror(SamplingParams, "sample")}
+SAMPLINGS: dict[str, type] = {"greedy": GreedySchema, "sample": mirror(SamplingParams, "sample", without=["seed"])}
 
 
 @dataclass(frozen=True)
@@ -419,9 +563,10 @@ class DecoderChoice:
         return name in {item.name for item in fields(self.config)}
 
     def schema(self, name: str) -> type:
-        """What Hydra merges into: W, N, G and the pool's settings are those at the top level."""
-        keys = {field_name: key for field_name, key in (SHAPE_KEYS | POOL_KEYS).items() if self.has(field_name)}
-        return mirror(self.config, name, {**self.values, **{item: f"${{{key}}}" for item, key in keys.items()}})
+        """What Hydra merges into: the config's fields but W, N, G and the pool's, which are keys of the app, those that
+        the choice decides, and the ablation, which Python alone sets.
+        """
+        return mirror(self.config, name, without={*SHAPE_KEYS, *POOL_KEYS, *self.values, "ablation"})
 
 
 def decoder_choices() -> dict[str, DecoderChoice]:
@@ -433,14 +578,17 @@ def decoder_choices() -> dict[str, DecoderChoice]:
     return choices
 
 
-def frozen(config: type[T], schema: Any) -> T:
+def frozen(config: type[T], schema: Any, **others: Any) -> T:
     """Build the config that `schema` mirrors.
+
+    Args:
+        others: fields that `schema` has no keys of.
 
     Raises:
         ValueError: a value out of range, from the config itself.
     """
-    values = {item.name: getattr(schema, item.name) for item in fields(config)}  # type: ignore[arg-type]
-    return config(**{name: value for name, value in values.items() if value is not None or name not in SHAPE_KEYS})
+    names = {item.name for item in fields(config)} & vars(schema).keys()  # type: ignore[arg-type]
+    return config(**{name: getattr(schema, name) for name in names}, **others)
 
 
 def settings(cfg: DictConfig) -> Any:
@@ -451,10 +599,6 @@ def settings(cfg: DictConfig) -> Any:
             of a group than the one whose keys these are.
         OmegaConfBaseException: a missing or unreadable value.
     """
-    ranks = env_int("WORLD_SIZE", 1, low=1)
-    for key in ("W", "G"):  # weak scaling: what a rank has stays the same however many there are
-        if cfg[f"{key}_per_rank"] is not None:
-            cfg[key] = cfg[f"{key}_per_rank"] * ranks
     config = OmegaConf.to_object(cfg)
     assert isinstance(config, Common)
     _refuse_extras(config, "")
@@ -463,7 +607,9 @@ def settings(cfg: DictConfig) -> Any:
 
 
 def unknown_key(key: str, schema: Any) -> str:
-    """A line that refuses `key`, whose last part is no field of `schema`, and names the fields."""
+    """A line that refuses `key`, whose last part is no field of `schema`: what replaced it, or the fields there are."""
+    if told := removal(key):
+        return told
     known = [item.name for item in fields(schema)]
     parent, _, name = key.rpartition(".")
     prefix = f"{parent}." if parent else ""
@@ -504,14 +650,13 @@ def register() -> None:
         "scaling": ScalingConfig,
         "model": ModelSchema,
         "attention": AttentionSchema,
-        "parallel": ParallelSchema,
         "task": TaskSchema,
-        **SAMPLINGS,
     }
     decoders = {name: choice.schema(name) for name, choice in decoder_choices().items()}
     groups: dict[str, dict[str, Any]] = {
         "schema": schemas,
         "decoder": {**UNDRAFTED, **decoders},
+        "sampling": dict(SAMPLINGS),
         "attention": {name: AttentionSchema(name=name) for name in attention_choices()},
         "model": {name: ModelSchema(name=name, dtype="bfloat16") for name in SHAPES},
     }

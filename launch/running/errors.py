@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from omegaconf.errors import ConfigAttributeError, MissingMandatoryValue, OmegaC
 
 from lp.engine.interrupts import asked_to_end
 from lp.errors import RankLost, UserError
+from lp.removed_keys import removal
 
 from ..config.arguments import closest
 from .once import print_once
@@ -86,6 +88,8 @@ def _drop_stdout() -> None:
 def explain(error: Exception) -> str:
     """One line that names the key and the remedy."""
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    if told := _removed(error, cause):
+        return told
     if isinstance(cause, ConfigAttributeError) and cause.full_key and cause.object_type:
         from ..config.schema import unknown_key  # imports lp's functions, which launch/cli.py may have to compile first
 
@@ -106,6 +110,14 @@ def explain(error: Exception) -> str:
     if "value for argument 'prompt=" in str(error):  # Hydra takes a comma for the values of a sweep
         return f"{_one_line(error)}; or give the text as it is: --prompt TEXT"
     return _one_line(error)
+
+
+def _removed(error: Exception, cause: BaseException) -> str | None:
+    """What to write instead of a key that is gone, given as an override or in a file; None for any other error."""
+    override = re.search(r"Could not override '([^']*)'", str(error))
+    place = getattr(error.__context__ if cause is error else cause, "full_key", None)
+    keys = [override[1] if override else "", f"{place}", f"{place}="]
+    return next(filter(None, map(removal, keys)), None)
 
 
 def _is_of_key(error: Exception, cause: BaseException) -> bool:

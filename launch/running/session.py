@@ -261,8 +261,9 @@ def open_context(config: Common) -> lp.ParallelContext:
     if config.seed is not None:
         torch.manual_seed(config.seed)
     parallel, device = config.parallel, known_device(config.model.device)
-    timeouts = parallel.timeout_s, parallel.setup_timeout_s
-    return lp.ParallelContext.from_env(parallel.backend, device, *timeouts, parallel.tp, parallel.one_shot_sums)
+    return lp.ParallelContext.from_env(
+        parallel.backend, device, parallel.timeout_s, tp=parallel.tp, one_shot_sums=parallel.one_shot_sums
+    )
 
 
 def say_how_it_runs(context: lp.ParallelContext, loaded: Loaded) -> None:
@@ -284,7 +285,7 @@ def load_model(config: Common, context: lp.ParallelContext) -> Loaded:
     model = config.model
     if model.name in SHAPES:
         raise UserError(f"{model.name} is a shape without weights, for lp profile; model=hf takes a model")
-    implementation = model.attn_implementation
+    implementation = "sdpa" if config.attention.name == "sdpa" else None  # whatever its own config names
     with waiting(f"loading {model.name}") as wait, tensors_counted(wait):
         return load(model.name, model.dtype, context.device, implementation, model.trust_remote_code, context)
 

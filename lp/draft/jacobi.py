@@ -11,36 +11,34 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from lp.checks import check_choice, check_count
-from lp.config import KVSync, LookaheadConfig, windowless
+from lp.checks import check_count
+from lp.config import LookaheadConfig, windowless
 from lp.draft.registry import register_source
 from lp.draft.source import DraftSource, StepSamples
 from lp.draft.tree import DraftTree
+from lp.removed_keys import RefusesRemoved
 from lp.sampling.top_logits import INVALID_TOKEN
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class JacobiConfig:
+class JacobiConfig(RefusesRemoved):
     """Jacobi decoding.
 
     Args:
         num_tokens: tokens of the block, which are the draft tokens of a step.
-        kv_sync: how ranks get each other's accepted KV.
 
     Raises:
         ValueError: a value out of range, with the limit and the remedy.
     """
 
     num_tokens: int = 16
-    kv_sync: KVSync = KVSync.RECOMPUTE
 
     def __post_init__(self) -> None:
         check_count(self, "num_tokens", 1, 1024, "try 16")
-        check_choice(self, "kv_sync", KVSync)
 
     def shape(self) -> LookaheadConfig:
         """The step it takes."""
-        return windowless(self.num_tokens, self.kv_sync)
+        return windowless(self.num_tokens)
 
 
 @register_source("jacobi", JacobiConfig)

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from lp.checks import set_field
-from lp.config import KVSync, LookaheadConfig
+from lp.config import Ablation, LookaheadConfig
 from lp.draft.registry import register_source
 from lp.draft.source import DraftSource, StepSamples
 from lp.draft.tree import DraftTree, DraftTreeBuilder
+from lp.removed_keys import RefusesRemoved
+
+SHAPE = ("window_size", "ngram_size", "guess_set_size")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PaperConfig:
+class PaperConfig(RefusesRemoved):
     """The paper's own lookahead: n-grams keyed by one token, N - 1 deep, side by side.
 
     Args:
         window_size, ngram_size, guess_set_size: W, N, G.
         prompt_ngrams: the n-grams of the prompt and of the accepted text enter the pool ("prompt as reference").
         warmup_steps: first steps that verify nothing and read no n-gram, as the reference code's N - 1.
-        kv_sync: how ranks get each other's accepted KV.
 
     Raises:
         ValueError: a value out of range, with the limit and the remedy.
@@ -31,17 +33,19 @@ class PaperConfig:
     guess_set_size: int = 15
     prompt_ngrams: bool = True
     warmup_steps: int = 0
-    kv_sync: KVSync = KVSync.RECOMPUTE
 
     def __post_init__(self) -> None:
         shape = self.shape()
-        for item in fields(self):
-            set_field(self, item.name, getattr(shape, item.name))
+        for name in SHAPE:
+            set_field(self, name, getattr(shape, name))
+        for name in ("prompt_ngrams", "warmup_steps"):
+            set_field(self, name, getattr(shape.ablation, name))
 
     def shape(self) -> LookaheadConfig:
         """The step it takes."""
-        own = {item.name: getattr(self, item.name) for item in fields(self)}
-        return LookaheadConfig(**own, output_ngrams=self.prompt_ngrams, draft_depth=None, num_logits=0)
+        text = self.prompt_ngrams
+        own = Ablation(prompt_ngrams=text, output_ngrams=text, warmup_steps=self.warmup_steps, num_logits=0)
+        return LookaheadConfig(**{name: getattr(self, name) for name in SHAPE}, draft_depth=None, ablation=own)
 
 
 @register_source("lookahead_paper", PaperConfig)

@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lp.checks import check_choice, check_count
-from lp.config import KVSync, LookaheadConfig, windowless
+from lp.checks import check_count
+from lp.config import LookaheadConfig, windowless
 from lp.draft.registry import register_source
 from lp.draft.source import DraftSource, StepSamples
 from lp.draft.tree import DraftTree
+from lp.removed_keys import RefusesRemoved
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PromptLookupConfig:
+class PromptLookupConfig(RefusesRemoved):
     """Prompt lookup as transformers has it: copy what followed the last tokens before.
 
     Args:
         max_matching_ngram: longest run of last tokens to look for; shorter ones are tried after it.
         num_tokens: tokens copied, which are the draft tokens of a step.
-        kv_sync: how ranks get each other's accepted KV.
 
     Raises:
         ValueError: a value out of range, with the limit and the remedy.
@@ -27,16 +27,14 @@ class PromptLookupConfig:
 
     max_matching_ngram: int = 2
     num_tokens: int = 10
-    kv_sync: KVSync = KVSync.RECOMPUTE
 
     def __post_init__(self) -> None:
         check_count(self, "max_matching_ngram", 1, 64, "try 2")
         check_count(self, "num_tokens", 1, 1024, "try 10")
-        check_choice(self, "kv_sync", KVSync)
 
     def shape(self) -> LookaheadConfig:
         """The step it takes."""
-        return windowless(self.num_tokens, self.kv_sync)
+        return windowless(self.num_tokens)
 
 
 @register_source("prompt_lookup", PromptLookupConfig)

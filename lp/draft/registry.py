@@ -36,7 +36,7 @@ class DraftConfig(Protocol):
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def shape(self) -> LookaheadConfig:
-        """The steps that it takes: the window, the largest draft tree, and how ranks share KV."""
+        """The steps that it takes: the window and the largest draft tree."""
 
 
 @dataclass(frozen=True, slots=True)

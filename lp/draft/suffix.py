@@ -6,17 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lp.checks import check_choice, check_count, check_real, set_field
+from lp.checks import check_count, check_real, set_field
 from lp.commands import in_clone
-from lp.config import KVSync, LookaheadConfig, windowless
+from lp.config import LookaheadConfig, windowless
 from lp.draft.registry import register_source
 from lp.draft.source import DraftSource, StepSamples
 from lp.draft.tree import DraftTree
 from lp.errors import UserError
+from lp.removed_keys import RefusesRemoved
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SuffixConfig:
+class SuffixConfig(RefusesRemoved):
     """Suffix decoding as arctic-inference has it: continue as the text did behind its last tokens, by frequency.
 
     Args:
@@ -25,7 +26,6 @@ class SuffixConfig:
         max_spec_factor, max_spec_offset: a match of m tokens may propose max_spec_factor x m + max_spec_offset.
         min_token_prob: a token rarer than this behind the match, by its path's frequency, is not proposed.
         tree: propose a tree, best first; False proposes the likeliest path.
-        kv_sync: how ranks get each other's accepted KV.
 
     Raises:
         ValueError: a value out of range, with the limit and the remedy.
@@ -37,7 +37,6 @@ class SuffixConfig:
     max_spec_offset: float = 0.0
     min_token_prob: float = 0.1
     tree: bool = False
-    kv_sync: KVSync = KVSync.RECOMPUTE
 
     def __post_init__(self) -> None:
         check_count(self, "max_tree_depth", 2, 4096, "try 64")
@@ -47,11 +46,10 @@ class SuffixConfig:
         set_field(self, "min_token_prob", check_real("min_token_prob", self.min_token_prob, 0, 1, "try 0.1"))
         if not isinstance(self.tree, bool):
             raise UserError(f"tree is {self.tree!r}; it must be true or false; false proposes a path")
-        check_choice(self, "kv_sync", KVSync)
 
     def shape(self) -> LookaheadConfig:
         """The step it takes."""
-        return windowless(self.max_tokens, self.kv_sync)
+        return windowless(self.max_tokens)
 
 
 def native_tree() -> Any:

@@ -7,22 +7,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from lp.checks import check_choice, check_count
-from lp.config import KVSync, LookaheadConfig, windowless
+from lp.checks import check_count
+from lp.config import LookaheadConfig, windowless
 from lp.draft.registry import register_source
 from lp.draft.source import DraftSource, StepSamples
 from lp.draft.tree import DraftTree
+from lp.removed_keys import RefusesRemoved
 from lp.sampling.top_logits import TopLogits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RecyclingConfig:
+class RecyclingConfig(RefusesRemoved):
     """Token recycling (arXiv 2408.08696): a static tree over the successors that every token was last seen with.
 
     Args:
         successors: how many successors are stored for every token.
         nodes: nodes of the tree, which are the draft tokens of a step.
-        kv_sync: how ranks get each other's accepted KV.
 
     Raises:
         ValueError: a value out of range, with the limit and the remedy.
@@ -30,16 +30,14 @@ class RecyclingConfig:
 
     successors: int = 8
     nodes: int = 80
-    kv_sync: KVSync = KVSync.RECOMPUTE
 
     def __post_init__(self) -> None:
         check_count(self, "successors", 1, 256, "try 8")
         check_count(self, "nodes", 1, 1024, "try 80")
-        check_choice(self, "kv_sync", KVSync)
 
     def shape(self) -> LookaheadConfig:
         """The step it takes."""
-        return windowless(self.nodes, self.kv_sync)
+        return windowless(self.nodes)
 
 
 @lru_cache(maxsize=16)

@@ -137,7 +137,8 @@ class Generation:
         self.failures = Failures(context, self.step_sampler.announced, explained)
         self.delivery = Delivery(request, context, timer, self.failures)
         self.stats = self.delivery.stats
-        learns_prompt = config.prompt_logits and config.prompt_ngrams and budget.uses_prompt_logits
+        parts = config.ablation
+        learns_prompt = parts.prompt_logits and parts.prompt_ngrams and budget.uses_prompt_logits
         num_logits = self.num_logits if learns_prompt else 0
         self.prompt = PromptReader(
             request.prompt, runner, context, self.step_sampler, source, num_logits, cache.length, self.failures
@@ -279,7 +280,7 @@ class Generation:
 
     @property
     def _warming_up(self) -> bool:
-        return len(self.stats) < self.config.warmup_steps
+        return len(self.stats) < self.config.ablation.warmup_steps
 
     def _cross_rope_boundary(self) -> None:
         """Where the model's rotary frequencies change at `c`, compute the cache as plain decoding does there."""
@@ -379,7 +380,7 @@ class Generation:
         self.text += outcome.tokens
         missing = len(layout.catch_up)
         computed = [*range(missing), *(missing + node for node in outcome.own_path)]
-        if self.config.kv_sync is KVSync.BROADCAST and min(outcome.held) < len(accepted):
+        if self.config.ablation.kv_sync is KVSync.BROADCAST and min(outcome.held) < len(accepted):
             self._broadcast_kv(computed, outcome)
             return
         self.cache.commit(computed)

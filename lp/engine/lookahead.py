@@ -150,7 +150,7 @@ class LookaheadDecoder(BatchDecoder):
     @property
     def noisy_guesses(self) -> bool:
         """The window's policy."""
-        return self.config.window_noise
+        return self.config.ablation.window_noise
 
     @property
     def _model_folder(self) -> str:

@@ -263,7 +263,7 @@ def _check_attention(source: str, config: Any) -> None:
     if "/" in named:
         raise UserError(
             f"the config of {source!r} asks for the attention {named!r}, which is code from the hub; choose "
-            "attn_implementation=sdpa, or model.trust_remote_code=true if you trust it"
+            "attention=sdpa (attn_implementation='sdpa' of lp.load), or model.trust_remote_code=true if you trust it"
         )
     for part in getattr(config, "sub_configs", ()):  # of the text, the images, ...
         if (inner := getattr(config, part, None)) is not None:

@@ -212,7 +212,7 @@ class ParallelContext:
             leave()
 
 
-def check_timeouts(timeout_s: float, setup_timeout_s: float) -> tuple[float, float]:
+def check_timeouts(timeout_s: float, setup_timeout_s: float = DEFAULT_SETUP_TIMEOUT_S) -> tuple[float, float]:
     """Seconds that ranks wait for each other, as `ParallelContext.from_env` takes them.
 
     Raises:

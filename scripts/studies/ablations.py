@@ -14,6 +14,7 @@ import argparse
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import transformers
@@ -57,14 +58,15 @@ class Total:
         return self.step_tokens / self.steps
 
 
-def _lookahead(**policy: object) -> Callable[[Loaded], lp.Decoder]:
-    return lambda loaded: lp.LookaheadDecoder(loaded.model, lp.LookaheadConfig(**PAPER | policy))
+def _lookahead(draft_depth: int | None = 192, **switches: Any) -> Callable[[Loaded], lp.Decoder]:
+    config = lp.LookaheadConfig(**PAPER, draft_depth=draft_depth, ablation=lp.Ablation(**switches))
+    return lambda loaded: lp.LookaheadDecoder(loaded.model, config)
 
 
 def warmup() -> list[Variant]:
     """A filled window and the text's n-grams against the reference code's start."""
-    late: dict[str, object] = {"warmup_steps": PAPER["ngram_size"] - 1}
-    no_text: dict[str, object] = {"prompt_ngrams": False, "output_ngrams": False}
+    late = {"warmup_steps": PAPER["ngram_size"] - 1}
+    no_text = {"prompt_ngrams": False, "output_ngrams": False}
     return [
         Variant("N-1 warm-up steps, no prompt n-grams", _lookahead(prompt_ngrams=False, **late)),
         Variant("N-1 warm-up steps, no text n-grams at all", _lookahead(**no_text, **late)),
@@ -113,7 +115,7 @@ def sampling() -> list[Variant]:
                 params = lp.SamplingParams(temperature=temperature, top_p=top_p, seed=0, verifier=verifier)
                 variants.append(Variant(f"{verifier}, T={temperature}, top-p {top_p}", _lookahead(), params))
         params = lp.SamplingParams(temperature=temperature, seed=0)
-        policies: dict[str, dict[str, object]] = {
+        policies: dict[str, dict[str, Any]] = {
             "greedy window": {"window_noise": False},
             "all guesses greedy": {"window_noise": False, "renoise": False},
             "no top-k logits": {"num_logits": 0},

@@ -9,14 +9,15 @@ import argparse
 from collections.abc import Sequence
 
 from launch.apps import APPS
-from launch.config.schema import decoder_choices, register
+from launch.config.schema import POOL_KEYS, SHAPE_KEYS, TaskSchema, decoder_choices, register
 from launch.data.shapes import SHAPES
-from launch.keys import Key, app_keys, choices, config_keys, summary
+from launch.keys import Key, app_keys, choices, config_keys, schema_keys, summary
 from launch.running.hydra_app import CONF, register_resolvers
 from lp.config import LookaheadConfig
 from lp.errors import UserError
 from lp.sampling.params import SamplingParams
 
+MEASURING = ("benchmark", "scaling")
 PAGE = CONF.parent / "docs" / "reference" / "config.md"
 HEAD = """# Configuration
 
@@ -28,7 +29,8 @@ from the code; a test fails while the two differ.
 - `-m key=1,2,3` runs one job for each value. `experiment=NAME` takes a file of settings from `conf/experiment/`.
 - A value with special characters is quoted twice: `stop_strings='["\\n\\n"]'`. A prompt needs only the shell's quotes:
   `lp generate "def f(a):"`, `lp benchmark --prompt "def f(a):"`.
-- In Python the decoders' keys are the fields of `lp.LookaheadConfig` and its peers, with the defaults below.
+- In Python the decoders' keys are the fields of `lp.LookaheadConfig` and its peers, with the defaults below; so are
+  W, N, G (`window_size`, `ngram_size`, `guess_set_size`) and the pool's (`pool_mib`, ...).
 """
 
 
@@ -36,26 +38,44 @@ def page() -> str:
     """The whole page."""
     register()
     register_resolvers()
-    keys = {app: app_keys(app) for app in APPS}
+    keys = {app: [key for key in app_keys(app) if not key.name.startswith("task.")] for app in APPS}
     common = [key for key in keys["generate"] if all(key in others for others in keys.values())]
     prompted = [app for app, entry in APPS.items() if entry.prompts]
     prompts = [key for key in keys["generate"] if key not in common and all(key in keys[app] for app in prompted)]
     parts = [HEAD, "## All apps\n", table(common), groups()]
     parts += ["## Apps that continue prompts\n", f"lp {', lp '.join(prompted)}.\n", table(prompts)]
+    of_task = [*schema_keys(TaskSchema, vars(TaskSchema()), "task.")]
+    parts += ["### task=\n", f"{summary(TaskSchema)}.\n", table(of_task)]
+    shared = [key for key in keys[MEASURING[0]] if all(key in keys[app] for app in MEASURING)]
+    measured = [key for key in shared if key not in common and key not in prompts]
+    parts += ["## Apps that measure methods\n", f"lp {', lp '.join(MEASURING)}.\n", table(measured)]
     for app, entry in APPS.items():
-        own = [key for key in keys[app] if key not in common and key not in (prompts if entry.prompts else [])]
+        above = common + (prompts if entry.prompts else []) + (measured if app in MEASURING else [])
+        own = [key for key in keys[app] if key not in above]
         parts += [f"## lp {app}\n", f"{entry.summary[0].upper()}{entry.summary[1:]}.\n", table(own)]
     names_by_config: dict[type, list[str]] = {LookaheadConfig: []}  # it comes first
     for name, choice in decoder_choices().items():
         names_by_config.setdefault(choice.config, []).append(name)
     for config, names in names_by_config.items():
         title = " and ".join(f"decoder={name}" for name in names)
-        parts += [f"## {title}\n", f"{summary(config)}.\n", table(config_keys(config, "decoder", names))]
+        parts += [
+            f"## {title}\n",
+            f"{summary(config)}.{of_app(names[0])}\n",
+            table(config_keys(config, "decoder", names)),
+        ]
     sampling = table(config_keys(SamplingParams, "sampling", ["sample"]))
     parts += ["## decoder=plain\n", "Plain decoding, one token a step, on the engine of the others. It has no keys.\n"]
     oracle = "Plain decoding that shares no code with the others, which tokens are compared with. It has no keys.\n"
     parts += ["## decoder=autoregressive\n", oracle]
     return "\n".join([*parts, "## sampling=sample\n", f"{summary(SamplingParams)}.\n", sampling])
+
+
+def of_app(decoder: str) -> str:
+    """Which keys of the app a decoder takes, as a sentence; nothing where it takes none."""
+    choice = decoder_choices()[decoder]
+    taken = [key for field, key in SHAPE_KEYS.items() if choice.has(field)]
+    taken += ["pool.*"] if any(choice.has(field) for field in POOL_KEYS) else []
+    return f" It takes {', '.join(f'`{key}`' for key in taken)}." if taken else ""
 
 
 def table(keys: Sequence[Key]) -> str:
@@ -66,7 +86,7 @@ def table(keys: Sequence[Key]) -> str:
 
 def groups() -> str:
     """The choices of every config group."""
-    names = ("model", "decoder", "attention", "sampling", "parallel", "task", "experiment")
+    names = ("model", "decoder", "attention", "sampling", "task", "experiment")
     lines = [
         "### Groups\n",
         "A group is a set of keys that is chosen by name, as in `model=llama31_8b`.\n",

@@ -1,4 +1,4 @@
-"""The alpha-beta model of this machine's all-gather, for `links` of conf/scaling.yaml, as one line of JSON.
+"""The alpha-beta model of this machine's all-gather, for `links` of lp scaling, as one line of JSON.
 
 NPROC=2 bash torchrun.sh scripts.tables link
 """

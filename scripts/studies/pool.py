@@ -71,15 +71,22 @@ def scaling(num_tokens: int) -> dict[str, Build]:
     return {f"lookahead {count}": lookahead(count) for count in (25, 100, 50, 200, 400)}
 
 
+def without(switch: str) -> lp.Ablation:
+    """All parts but this one."""
+    values: dict[str, Any] = {switch: False}
+    return lp.Ablation(**values)
+
+
 def ablation(num_tokens: int) -> dict[str, Build]:
     """Every idea off, and other windows."""
     switches = ["prompt_ngrams", "prompt_logits", "output_ngrams", "window_ngrams", "position_guesses"]
     switches += ["renoise", "learn", "window_noise"]
     builds = {f"all, {num_tokens} tokens": lookahead(num_tokens)}
-    builds |= {f"without {name}": lookahead(num_tokens, **{name: False}) for name in switches}
-    builds["without text n-grams"] = lookahead(num_tokens, prompt_ngrams=False, output_ngrams=False)
-    builds["without top-k logits"] = lookahead(num_tokens, num_logits=0)
-    builds |= {f"K = {k}": lookahead(num_tokens, num_logits=k) for k in (4, 32)}
+    builds |= {f"without {name}": lookahead(num_tokens, ablation=without(name)) for name in switches}
+    no_text = lp.Ablation(prompt_ngrams=False, output_ngrams=False)
+    builds["without text n-grams"] = lookahead(num_tokens, ablation=no_text)
+    builds["without top-k logits"] = lookahead(num_tokens, ablation=lp.Ablation(num_logits=0))
+    builds |= {f"K = {k}": lookahead(num_tokens, ablation=lp.Ablation(num_logits=k)) for k in (4, 32)}
     builds |= {f"depth {depth}": lookahead(num_tokens, draft_depth=depth) for depth in (4, 12)}
     windows = ((0, 2), (16, 2), (8, 3), (7, 5))
     builds |= {f"W = {w}, N = {n}": lookahead_window(num_tokens, w, n) for w, n in windows}

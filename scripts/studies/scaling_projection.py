@@ -5,8 +5,8 @@
 
 S comes from R ranks with B tokens each, run as threads. Host time and message size come from the same ranks run one at
 a time on the first prompts (--timed), with a model that computes nothing: the slowest rank's. Each round measures every
-R, so that a slow minute of the machine is not one R's. The time of the gather is that of the links in
-conf/scaling.yaml. Beside them S of the paper's method, on one rank with as many tokens. Each line of the file is S or
+R, so that a slow minute of the machine is not one R's. The time of the gather is that of `known_links` in
+launch/config. Beside them S of the paper's method, on one rank with as many tokens. Each line of the file is S or
 the host time of one of these runs at one temperature; what it has is not run again. --page puts the tables into
 docs/experiments/scaling.md.
 """
@@ -24,15 +24,14 @@ from statistics import fmean, median
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 
 import lp
 from launch.bench.ceilings import Work
 from launch.bench.projection import Link, Projection
 from launch.bench.summary import markdown
 from launch.config.builders import PLAIN
+from launch.config.schema import known_links
 from launch.data.shapes import SHAPES, shape_config, sketch
-from launch.running.hydra_app import CONF
 from lp.errors import UserError
 from lp.models.loader import Loaded
 from lp.parallel.thread_ranks import run_lockstep
@@ -232,7 +231,7 @@ def run(args: argparse.Namespace) -> None:
     config = shape_config(args.shape)
     work, layers = Work.of(sketch(config, "bfloat16")), config.num_hidden_layers
     step_time = partial(StepTime.of, GPUS[args.gpu], work, layers, prefix=args.prefix)
-    links = {name: Link(**values) for name, values in OmegaConf.load(CONF / "scaling.yaml").links.items()}
+    links = {name: Link(**vars(link)) for name, link in known_links().items()}
     source = f"By arithmetic: {GPUS[args.gpu].name}, {args.shape} in bfloat16, {args.prefix} cached tokens. S and host "
     source += f"time: {args.model} model on a CPU, N=2, W={args.window} (GPUs - 1), at most half of B. "
     source += f"{LINKS[0]} up to {NODE_GPUS} GPUs, then {LINKS[1]}."

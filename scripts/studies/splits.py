@@ -4,9 +4,9 @@
     python scripts/tables.py splits RUNS --gpu h100 --memory-gb 80 --temperature 0   # of the same runs
 
 Step times are those of scaling_projection, of a part of the model. A sum over a replica is a ring of NCCL's on NVLink,
-by the figures of conf/scaling.yaml; or one step in which each rank reads all others (torch's symmetric memory), whose
-5 us are assumed. S and host time are lines fitted to the runs of scaling_projection: S over log2(tokens a step), host
-time over the number of replicas. Beside that host time, a shorter one that is assumed.
+by the figures of `known_links` in launch/config; or one step in which each rank reads all others (torch's symmetric
+memory), whose 5 us are assumed. S and host time are lines fitted to the runs of scaling_projection: S over log2(tokens
+a step), host time over the number of replicas. Beside that host time, a shorter one that is assumed.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
-from omegaconf import OmegaConf
 
 from launch.bench.ceilings import Work
 from launch.bench.summary import markdown
+from launch.config.schema import known_links
 from launch.data.shapes import SHAPES, shape_config, sketch
-from launch.running.hydra_app import CONF
 from lp.errors import UserError
 
 from ._common import read_results
@@ -49,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    nvlink = OmegaConf.load(CONF / "scaling.yaml").links.nvlink
+    nvlink = known_links()["nvlink"]
     ring = Sum(base_s=1e-6 * nvlink.base_us, hop_s=1e-6 * nvlink.hop_us, bytes_per_s=1e9 * nvlink.gb_s, ring=True)
     runs = [
         run

@@ -64,8 +64,8 @@ def check_collectives(result: dict[str, Any], case: Case, ranks: int) -> None:
     assert not [name for name in names if "object" in name], "pickles"
     assert len(result["steps"]) == len(result["accepted"])
     assert result["after"]["calls"] == []
-    config = case.config
-    told = config.prompt_ngrams and config.prompt_logits and config.num_logits > 0 and len(case.ids) > 1
+    config, parts = case.config, case.config.ablation
+    told = parts.prompt_ngrams and parts.prompt_logits and parts.num_logits > 0 and len(case.ids) > 1
     told = told and not config.adaptive  # which leaves them unread
     assert [name for name, _ in result["before"]["calls"]].count("broadcast") == told  # what the prompt's rows said
     payloads = set()
@@ -73,14 +73,14 @@ def check_collectives(result: dict[str, Any], case: Case, ranks: int) -> None:
         (name, payload), *more = step["calls"]
         assert name in ("all_gather_into_tensor", "all_gather_single")
         payloads.add(payload)
-        due = case.config.kv_sync is lp.KVSync.BROADCAST and step["lacking"]
+        due = parts.kv_sync is lp.KVSync.BROADCAST and step["lacking"]
         assert [name for name, _ in more] == ["broadcast"] * due
         assert accepted or not more
     assert len(payloads) == 1, "the size of the gathered tensor depends on the step"
     budget = step_tokens(config, ranks)
     if config.adaptive:
         budget = min(step_tokens(config), case.step_times.max_tokens)
-    k = min(config.num_logits, VOCABULARY)
+    k = min(parts.num_logits, VOCABULARY)
     assert payloads.pop() == 8 * (8 + budget * (1 + k))
 
 

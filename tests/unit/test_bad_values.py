@@ -101,8 +101,7 @@ def test_arguments_of_a_decoder(model: tf.PreTrainedModel, options: dict[str, An
     ("fields", "message"),
     [
         ({"adaptive": "false"}, "adaptive is 'false'; give True or False"),
-        ({"learn": "no"}, "learn is 'no'; give True or False"),
-        ({"prompt_ngrams": None}, "prompt_ngrams is None; give True or False"),
+        ({"ablation": {"learn": False}}, "ablation is {'learn': False}; give lp.Ablation"),
         ({"pool_scope": "session", "pool_file": 5}, "pool_file is 5; give a path"),
         ({"pool_model_ngrams": 5}, "pool_model_ngrams is 5; give a path"),
     ],
@@ -113,13 +112,28 @@ def test_fields_of_a_config(fields: dict[str, Any], message: str) -> None:
         lp.LookaheadConfig(**fields)
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"learn": "no"}, "learn is 'no'; give True or False"),
+        ({"prompt_ngrams": None}, "prompt_ngrams is None; give True or False"),
+        ({"kv_sync": "later"}, r"kv_sync is 'later'; it must be one of \['recompute', 'broadcast'\]"),
+    ],
+)
+def test_fields_of_an_ablation(fields: dict[str, Any], message: str) -> None:
+    """A study whose switch did nothing would measure nothing."""
+    with pytest.raises(UserError, match=message):
+        lp.Ablation(**fields)
+
+
 def test_switches_of_other_libraries() -> None:
     """Numpy's, as a script that draws settings has them; what is stored reads the same on every rank."""
-    config = lp.LookaheadConfig(learn=np.bool_(False), renoise=np.True_, adaptive=1)  # type: ignore[arg-type]
-    assert (config.learn, config.renoise, config.adaptive) == (False, True, True)
-    assert {type(value) for value in (config.learn, config.renoise, config.adaptive)} == {bool}
+    adaptive = lp.LookaheadConfig(adaptive=1).adaptive  # type: ignore[arg-type]
+    parts = lp.Ablation(learn=np.bool_(False), renoise=np.True_)  # type: ignore[arg-type]
+    assert (parts.learn, parts.renoise, adaptive) == (False, True, True)
+    assert {type(value) for value in (parts.learn, parts.renoise, adaptive)} == {bool}
     with pytest.raises(UserError, match=r"learn is array.*; give True or False"):
-        lp.LookaheadConfig(learn=np.array([True]))  # type: ignore[arg-type]
+        lp.Ablation(learn=np.array([True]))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

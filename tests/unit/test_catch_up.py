@@ -17,6 +17,7 @@ from lp.models.releases import cache_keyword
 from lp.parallel.context import ParallelContext
 from lp.parallel.thread_ranks import run_lockstep
 from tests.pools import drawn_step_times, drawn_switches
+from tests.switches import lookahead_config
 from tests.tiny_models import BOUNDARY, drawn_text, tiny_model
 
 ARCHS = ["llama", "llama", "gemma3", "mistral_sliding", "phi3_longrope"]
@@ -46,7 +47,7 @@ def _run(case: int, kv_sync: lp.KVSync | None = None) -> tuple[int, str]:
     models = [tiny_model(arch, seed=case, max_position_embeddings=4 * SHORT) for _ in range(ranks)]
     length = SHORT + rng.randint(-20, 200) if long else rng.randint(1, 60)
     ids = drawn_text(rng, BOUNDARY - 8 if "longrope" in arch else length)
-    config = lp.LookaheadConfig(
+    config = lookahead_config(
         window_size=rng.randint(0, 10),
         ngram_size=rng.randint(2, 5),
         guess_set_size=rng.randint(1, 10),

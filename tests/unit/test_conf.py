@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
-from launch.config.schema import Common, register, settings
+import lp
+from launch.config.builders import draft_configs
+from launch.config.schema import Common, ModelSchema, TaskSchema, register, settings
 from launch.running.hydra_app import CONF, register_resolvers
+from lp.removed_keys import REMOVED
 
 GROUPS = [*sorted(CONF.glob("*/*.yaml"))]
 PLUGINS = {"optuna": "hydra_plugins.hydra_optuna_sweeper", "joblib": "hydra_plugins.hydra_joblib_launcher"}
@@ -39,6 +45,30 @@ def _there(module: str) -> bool:
 def test_apps_compose_with_their_defaults(app: str) -> None:
     config = settings(compose(app, ["model=demo"]))
     assert isinstance(config, Common) and config.model.name == "demo"
+
+
+@pytest.mark.parametrize("path", sorted(CONF.glob("*.yaml")), ids=lambda path: path.stem)
+def test_files_of_apps_repeat_no_key(path: Path) -> None:
+    """A default that stands in the schema and in a file is changed in one of them."""
+    assert {*OmegaConf.load(path)} <= {"defaults", "hydra"}
+
+
+@pytest.mark.parametrize("path", [p for p in GROUPS if p.parent.name in ("model", "task")], ids=lambda path: path.stem)
+def test_files_of_groups_repeat_no_default(path: Path) -> None:
+    """A file of a task says what is particular to it."""
+    defaults = vars({"model": ModelSchema, "task": TaskSchema}[path.parent.name]())
+    given = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    assert isinstance(given, dict)
+    given.pop("defaults", None)
+    assert not [name for name, value in given.items() if value == defaults[name]]
+
+
+def test_the_page_has_few_keys() -> None:
+    """A key that nobody would set is one more to read past: a new one has to be worth a line."""
+    page = (CONF.parent / "docs" / "reference" / "config.md").read_text(encoding="utf-8")
+    rows = [name for name in re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE) if not name.endswith("=")]
+    assert 100 < len(rows) <= 140
+    assert not {*REMOVED} & ({*rows} - {f"decoder.{item.name}" for item in fields(lp.PaperConfig)})
 
 
 @pytest.mark.parametrize("path", GROUPS, ids=lambda path: f"{path.parent.name}/{path.stem}")
@@ -70,8 +100,10 @@ def test_experiments_of_the_paper_use_its_decoder(path: Path) -> None:
     """Its shapes are those of its own table 4, its methods start with its own."""
     config = settings(compose("benchmark", [f"experiment={path.stem}"]))
     assert config.decoder.name == "lookahead_paper" and config.model.dtype == "float16"
-    if config.decoder.window_size:
-        assert (config.decoder.window_size, config.decoder.ngram_size) == (config.W, config.N)
+    (paper,) = draft_configs(config, ["lookahead_paper"]).values()
+    assert paper == lp.PaperConfig(
+        window_size=config.W, ngram_size=config.N, guess_set_size=config.G, prompt_ngrams=config.decoder.prompt_ngrams
+    )
     shapes = {"7b": 15, "13b": 10, "34b": 7}
     if path.stem.startswith(("paper_figure_5", "paper_figure_6", "paper_figure_7")):
         size = next(size for size in shapes if size in config.model.name)

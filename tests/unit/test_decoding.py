@@ -139,7 +139,9 @@ def test_a_failing_callback_is_the_callers_error() -> None:
 def test_memory_does_not_grow_with_steps(steps: int) -> None:
     """Re-concatenated caches and kept activations are what made long generations slow elsewhere."""
     model = tiny_model(max_position_embeddings=4096)
-    config = lp.LookaheadConfig(window_size=3, ngram_size=3, guess_set_size=0, prompt_ngrams=False)
+    config = lp.LookaheadConfig(
+        window_size=3, ngram_size=3, guess_set_size=0, ablation=lp.Ablation(prompt_ngrams=False)
+    )
     held: list[int] = []
 
     def tensor_bytes() -> int:
@@ -175,7 +177,7 @@ def test_only_read_rows_go_through_the_head() -> None:
     """The LM head over every slot costs a fifth of a small model's step."""
     model, rows = tiny_model(), []
     shape = {"window_size": 6, "ngram_size": 5, "guess_set_size": 0}
-    decoder = lp.LookaheadDecoder(model, lp.LookaheadConfig(**shape, prompt_logits=False))
+    decoder = lp.LookaheadDecoder(model, lp.LookaheadConfig(**shape, ablation=lp.Ablation(prompt_logits=False)))
     model.lm_head.register_forward_hook(lambda module, args, out: rows.append(args[0].shape[1]))
     decoder.generate(PROMPT, 60)
     # c and row 0 (6), column 0's middle rows (2), the last row (6): 14 of 24 slots; prefill reads one, or all.

@@ -62,7 +62,7 @@ def test_ranks_say_what_one_says(demo: Loaded, ranks: int) -> None:
     alone = lp.LookaheadDecoder(demo.model, lp.LookaheadConfig(adaptive=False)).generate(ids, 64)
     assert alone.tokens == plain_greedy(demo.model, ids, 64)
     for sync in lp.KVSync:
-        config = lp.LookaheadConfig(adaptive=False, kv_sync=sync)
+        config = lp.LookaheadConfig(adaptive=False, ablation=lp.Ablation(kv_sync=sync))
         outputs = run_lockstep(ranks, lambda c: lp.LookaheadDecoder(demo.model, config, c).generate(ids, 64))  # noqa: B023
         for output in outputs:
             assert output.tokens == alone.tokens

@@ -29,7 +29,9 @@ def _alone(model: Any, prompt: list[int], new: int, seed: int) -> list[int]:
 @pytest.mark.parametrize("prompt_logits", [True, False])
 def test_prefixes_are_alike_on_all_ranks(model: Any, prompt_logits: bool) -> None:
     """A rank lacks the KV of what others computed: the end of a text is cached on some ranks alone."""
-    config = lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=6, prompt_logits=prompt_logits)
+    config = lp.LookaheadConfig(
+        window_size=4, ngram_size=3, guess_set_size=6, ablation=lp.Ablation(prompt_logits=prompt_logits)
+    )
 
     def body(context: lp.ParallelContext) -> tuple[list[Any], int]:
         engine = lp.Engine(lp.LookaheadDecoder(model, config, context), prefill_chunk=3)
@@ -98,7 +100,7 @@ def test_a_failure_on_one_rank_is_one_texts(model: Any, where: str) -> None:
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_prompt_that_fails_on_one_rank_behind_a_cached_prefix(model: Any, failing: int) -> None:
     """What it sends in place of the prompt's logits must be as long as what the others wait for."""
-    config = lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=6, prompt_logits=True)
+    config = lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=6)
 
     def fails(*_: object) -> None:
         raise RuntimeError("on one rank")

@@ -9,6 +9,7 @@ import pytest
 
 import lp
 from tests.pools import drawn_step_times, drawn_switches
+from tests.switches import lookahead_config
 from tests.tiny_models import ARCHITECTURES, CONTEXT, drawn_text, plain_greedy, tiny_model
 
 LONG = bool(os.environ.get("LP_TEST_LONG"))
@@ -36,7 +37,7 @@ def test_greedy_equals_generate(arch: str) -> None:
             "warmup_steps": rng.choice([0, 0, 3]),
             **drawn_switches(rng),
         }
-        config = lp.LookaheadConfig(**shape, **policy)
+        config = lookahead_config(**shape, **policy)
         output = lp.LookaheadDecoder(model, config, step_times=drawn_step_times(rng)).generate(
             ids, new, eos_token_id=eos, prefill_chunk=rng.choice([7, 64, 512])
         )

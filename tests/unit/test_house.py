@@ -23,7 +23,7 @@ LAYERS = [
         "lp.waits",
         "lp.commands",
     },
-    {"lp.checks", "lp.compiled"},
+    {"lp.checks", "lp.compiled", "lp.removed_keys"},
     {"lp.config"},
     {"lp.sampling"},
     {"lp.draft"},

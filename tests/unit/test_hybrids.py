@@ -26,6 +26,7 @@ from lp.parallel.context import ParallelContext
 from lp.parallel.replica import Replica
 from lp.parallel.thread_ranks import run_lockstep
 from tests.captured import captured_runner
+from tests.switches import lookahead_config
 from tests.tiny_models import MATRIX, drawn_text, plain_greedy, tiny_model
 
 HYBRIDS = [
@@ -52,9 +53,9 @@ def drawn_config(rng: random.Random, ranks: int) -> lp.LookaheadConfig:
     """Any shape, or one that adapts; of several ranks, with either way to complete their caches."""
     options: dict[str, object] = {"kv_sync": rng.choice(["recompute", "broadcast"])} if ranks > 1 else {}
     if rng.random() < 0.3:
-        return lp.LookaheadConfig(**options)
+        return lookahead_config(**options)
     shape = {"window_size": rng.randint(0, 10), "ngram_size": rng.randint(2, 6), "guess_set_size": rng.randint(1, 10)}
-    return lp.LookaheadConfig(**shape, **options)
+    return lookahead_config(**shape, **options)
 
 
 def drawn_case(arch: str, number: int) -> tuple[list[int], int, int, lp.LookaheadConfig, dict[str, int]]:
@@ -243,7 +244,7 @@ def test_replicas_that_span_ranks(arch: str) -> None:
     whole = tiny_model(arch, seed=1)
     expected = plain_greedy(whole, ids, 25), lp.AutoregressiveDecoder(whole).generate(ids, 25, SAMPLING).tokens
     for ranks in (2, 4):
-        config = lp.LookaheadConfig(
+        config = lookahead_config(
             window_size=5, ngram_size=3, guess_set_size=5, kv_sync=["recompute", "broadcast"][ranks // 4]
         )
 

@@ -81,7 +81,7 @@ def test_a_row_that_goes_on_with_its_batch_raises_too(model: PreTrainedModel) ->
 
 def test_scores_of_a_prompt_that_is_being_cached(model: PreTrainedModel) -> None:
     """A text that has no scores yet raised in the place of Interrupted, and the tokens of all others were lost."""
-    decoder = lp.LookaheadDecoder(model, lp.LookaheadConfig(window_size=4, prompt_logits=False))
+    decoder = lp.LookaheadDecoder(model, lp.LookaheadConfig(window_size=4, ablation=lp.Ablation(prompt_logits=False)))
 
     def interrupt(index: int, tokens: list[int], step: int) -> None:
         if not index and step == 1:

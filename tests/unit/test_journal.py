@@ -23,6 +23,7 @@ from lp.models.tensor_parallel import divide
 from lp.parallel.context import ParallelContext
 from lp.parallel.thread_ranks import run_lockstep
 from tests.pools import drawn_switches
+from tests.switches import lookahead_config
 from tests.tiny_models import VOCABULARY, drawn_text, plain_greedy, tiny_model
 from tests.unit.conftest import Ran
 
@@ -73,7 +74,7 @@ def test_restarts_give_the_undisturbed_text(tmp_path: Path, cases: Callable[[int
         undisturbed = lp.AutoregressiveDecoder(model).generate(ids, **asked)
         for steps in [*(rng.randint(0, 6) for _ in range(3)), 10**6]:  # each start with a shape and ranks of its own
             shape = {"window_size": rng.randint(0, 6), "ngram_size": 3, "guess_set_size": rng.randint(0, 6)}
-            config = lp.LookaheadConfig(**shape, **drawn_switches(rng))
+            config = lookahead_config(**shape, **drawn_switches(rng))
             ended = _started(path, rng.randint(1, 2), model, config, steps, asked | {"ids": ids})
             if rng.random() < 0.5 and ended[0][0] is None:
                 whole = path.read_bytes()

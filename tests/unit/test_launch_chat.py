@@ -125,7 +125,7 @@ def test_set_reaches_the_decoder(talk: Callable[..., Ran], prompts: list[dict[st
 
 def test_sampling_of_the_config_is_used(talk: Callable[..., Ran], prompts: list[dict[str, Any]]) -> None:
     flags = ("sampling=sample", "sampling.temperature=0.5", "seed=9")
-    ran = talk("a\n", *flags, "stop_strings=[zzz]", "decoder.window_size=2")
+    ran = talk("a\n", *flags, "stop_strings=[zzz]", "W=2")
     assert prompts[0]["asked"] == (12, lp.SamplingParams(temperature=0.5, seed=9))
     assert "sampled with temperature=0.5 seed=9 verifier=coupled" in ran.out
 

@@ -13,11 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 
 import launch.generate
 import lp
-from launch.config.schema import AttentionSchema, Config, ModelSchema, settings
 from launch.data.prompts import load_builtin
 from launch.text.stream import STEP_COLOURS, Pen
 from lp.models.loader import DEMO_MODEL
@@ -72,18 +70,6 @@ def test_comparing_shows_text_and_a_table_that_says_equal(generate: Callable[...
     assert re.search(r"least to most of 3 rounds: lookahead_auto [\d.]+-[\d.]+x, prompt_lookup ", ran.out)
     assert ran.err == ""
     assert "\x1b" not in ran.out and "\r" not in ran.out, "escape codes in a file or another program"
-
-
-def test_w_and_g_per_rank(generate: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weak scaling: what a rank has stays the same, so the total follows the number of ranks."""
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    model = ModelSchema(name="demo")
-    given = OmegaConf.structured(Config(model=model, W_per_rank=3, attention=AttentionSchema(name="auto")))
-    given.task.name = "none"
-    assert (settings(given).W, settings(given).G) == (12, given.G)
-    monkeypatch.delenv("WORLD_SIZE")
-    assert "W=6 N=3 G=2" in generate("W_per_rank=6", "G_per_rank=2", "compare=false").out
-    assert generate("W_per_rank=-1").code == 2
 
 
 @pytest.mark.parametrize(("rank", "tokens"), [("0", 9), ("0", 0), ("1", 0)])
@@ -149,8 +135,8 @@ def test_every_decoder_can_be_the_chosen_one(generate: Callable[..., Ran], decod
 
 
 def test_keys_of_the_decoder_reach_it(generate: Callable[..., Ran]) -> None:
-    """W feeds decoder.window_size, which may be set by itself."""
-    found = json.loads(generate("output=json", "decoder.window_size=2", "compare=false", "attention=eager").out)
+    """W, N and G are keys of the app, and fields of the decoder's config."""
+    found = json.loads(generate("output=json", "W=2", "compare=false", "attention=eager").out)
     assert (found["W"], found["N"]) == (2, 3)
     plain = json.loads(generate("output=json", "decoder=autoregressive", "compare=false").out)
     assert "threads" in plain and "W" not in plain

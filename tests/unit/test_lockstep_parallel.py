@@ -41,6 +41,7 @@ from lp.parallel.thread_ranks import run_lockstep
 from tests.conftest import some_of
 from tests.layouts import drawn_tree
 from tests.pools import drawn_step_times, drawn_switches
+from tests.switches import lookahead_config
 from tests.tiny_models import VOCABULARY, drawn_text, letters, plain_greedy, tiny_model
 
 ARCHS = ["llama", "llama", "llama", "gemma3", "mistral_sliding", "gpt_neox"]
@@ -98,7 +99,7 @@ def test_ranks_give_plain_greedy(cases: Callable[[int, int], range], largest_ste
         eos = rng.choice(plain) if rng.random() < 0.5 else None
         expected = plain[: plain.index(eos) + 1] if eos is not None else plain
         ranks = 1 + case % 8
-        config = lp.LookaheadConfig(
+        config = lookahead_config(
             window_size=rng.randint(0, 12),
             ngram_size=rng.randint(2, 6),
             guess_set_size=rng.randint(0, 10),
@@ -154,7 +155,7 @@ def test_the_window_is_that_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None
         windows.setdefault(self.context.rank, []).append([*self.window.levels])
 
     monkeypatch.setattr(Generation, "_learn", noted)
-    config = lp.LookaheadConfig(window_size=9, ngram_size=4, guess_set_size=4, warmup_steps=99)  # a token a step
+    config = lookahead_config(window_size=9, ngram_size=4, guess_set_size=4, warmup_steps=99)  # a token a step
     model, ids = tiny_model(), drawn_text(random.Random(13), 30)
     on_ranks(1, model, config, ids, 30)
     alone = windows.pop(0)
@@ -201,8 +202,8 @@ def test_sources_give_plain_decoding_on_any_ranks(
     config = SOURCES[name] or toy.RepeatConfig(num_tokens=5)
     if name == "suffix" and importlib.util.find_spec("arctic_inference") is None:
         pytest.skip("arctic-inference is not installed")
-    if hasattr(config, "kv_sync"):
-        config = replace(config, kv_sync=kv_sync)
+    if isinstance(config, lp.LookaheadConfig):
+        config = replace(config, ablation=lp.Ablation(kv_sync=kv_sync))
     elif kv_sync is lp.KVSync.BROADCAST:
         pytest.skip("it has no such setting")
     accepted = 0
@@ -291,7 +292,7 @@ def test_a_rank_may_draft_anything(kv_sync: lp.KVSync, monkeypatch: pytest.Monke
     monkeypatch.setattr(Generation, "_propose", anything)
     model, ids = tiny_model(), drawn_text(random.Random(11), 30)
     plain = plain_greedy(model, ids, 60)
-    outputs = on_ranks(3, model, replace(SHAPE, kv_sync=kv_sync), ids, 60)
+    outputs = on_ranks(3, model, replace(SHAPE, ablation=lp.Ablation(kv_sync=kv_sync)), ids, 60)
     for output in outputs:
         assert isinstance(output, lp.GenerationOutput)
         assert output.tokens == plain and _alike(output) == _alike(outputs[0])
@@ -356,7 +357,7 @@ def test_a_near_tie_settles_alike_on_all_ranks(bad: int, kv_sync: lp.KVSync) -> 
 
         def body(context: ParallelContext, settings: Any = (models, ids)) -> lp.GenerationOutput:
             models, ids = settings
-            config = lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=8, draft_depth=8, kv_sync=kv_sync)
+            config = lookahead_config(window_size=4, ngram_size=3, guess_set_size=8, draft_depth=8, kv_sync=kv_sync)
             return lp.LookaheadDecoder(models[context.rank], config, context).generate(ids, 40)
 
         outputs = run_lockstep(3, body)
@@ -515,7 +516,7 @@ def test_criteria_at_the_end_of_the_context(seed: int) -> None:
 DIFFERENCES: dict[str, tuple[str, dict[str, Any]]] = {
     "prompt": ("prompt", {"ids": [1, 2, 4]}),
     "window_size": ("window_size", {"config": lp.LookaheadConfig(window_size=6)}),
-    "kv_sync": ("kv_sync", {"config": lp.LookaheadConfig(window_size=5, kv_sync=lp.KVSync.BROADCAST)}),
+    "ablation": ("ablation", {"config": lookahead_config(window_size=5, kv_sync="broadcast")}),
     "max_new_tokens": ("max_new_tokens", {"new": 9}),
     "eos_token_id": ("eos_token_id", {"eos_token_id": 3}),
     "sampling": ("sampling", {"sampling": lp.SamplingParams(temperature=0.7, seed=3)}),

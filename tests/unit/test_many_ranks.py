@@ -87,7 +87,7 @@ def test_64_ranks_of_200_tokens() -> None:
     assert [output.tokens for output in outputs] == [plain.tokens] * ranks
     totals = [sum(step.num_tokens for step in steps) for steps in zip(*(o.step_stats for o in outputs), strict=True)]
     assert ranks * RANK_TOKENS >= max(totals) >= 0.9 * ranks * RANK_TOKENS, totals
-    message_bytes = 8 * ranks * RANK_TOKENS * (1 + config.num_logits)  # of all ranks
+    message_bytes = 8 * ranks * RANK_TOKENS * (1 + config.ablation.num_logits)  # of all ranks
     for rank in (0, ranks - 1):
         again = replayed(build, decode, rank, ranks, recorded)
         tracemalloc.start()

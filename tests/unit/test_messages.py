@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from launch.apps import APPS, TOOLS
-from launch.keys import comments_of
+from launch.config.schema import register
+from launch.keys import app_keys
+from launch.running.hydra_app import register_resolvers
 from lp import commands
 from lp.commands import app_command, install_command, module_command
 
@@ -57,16 +59,12 @@ def test_no_message_names_what_only_a_clone_has() -> None:
     assert not found
 
 
-def shows(key: str, text: str) -> bool:
-    return key != "defaults" and bool(OF_A_CLONE.search(text))  # above which a file says what it is
-
-
-def test_help_names_nothing_of_a_clone() -> None:
-    """The comments of conf/ are what `--help` shows."""
-    found = []
-    for path in sorted((ROOT / "conf").glob("*.yaml")):
-        found += [f"{path.name}, {key}: {text}" for key, text in comments_of(path).items() if shows(key, text)]
-    assert not found
+@pytest.mark.parametrize("app", APPS)
+def test_help_names_nothing_of_a_clone(app: str) -> None:
+    """The texts of keys are what `--help` shows."""
+    register()
+    register_resolvers()
+    assert not [f"{key.name}: {key.text}" for key in app_keys(app) if OF_A_CLONE.search(key.text)]
 
 
 @pytest.fixture

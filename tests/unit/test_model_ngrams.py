@@ -36,6 +36,7 @@ from lp.parallel.thread_ranks import run_lockstep
 from lp.sampling.noise import gumbel
 from lp.sampling.top_logits import pack_top_logits, unpack_top_logits
 from tests.pools import Ballot, ballot, empty_tables, logits_of, reads_of
+from tests.switches import lookahead_config
 from tests.tiny_models import VOCABULARY, drawn_text, tiny_model
 
 CONFIG = lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=12)
@@ -60,7 +61,7 @@ def file_of(longer: Sequence[tuple[int, ...]] = (), seed: int = 0, vocabulary: i
 
 
 def pool_with(file: np.ndarray | None, noise: tuple[int, int] | None, temperature: float = 1.0) -> NGramPool:
-    config = lp.LookaheadConfig(pool_mib=1, learn=False)
+    config = lp.LookaheadConfig(pool_mib=1, ablation=lp.Ablation(learn=False))
     return NGramPool(config, [1, 2, 3], noise, empty_tables(config), file, temperature)
 
 
@@ -267,7 +268,7 @@ def test_tokens_are_those_of_plain_decoding(sampling: lp.SamplingParams | None, 
     text = [*ids, *expected]
     longer = sorted({*itertools.pairwise(text), *zip(text, text[1:], text[2:], strict=False)})
     write_file(file_of(longer, vocabulary=VOCABULARY, k=20), tmp_path / "n.npy")
-    config = lp.LookaheadConfig(
+    config = lookahead_config(
         window_size=4, ngram_size=3, guess_set_size=12, num_logits=4, pool_model_ngrams=str(tmp_path / "n.npy")
     )
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from launch.config.schema import NodesSchema
 from launch.nodes import STANDALONE, Nodes, code_of, follow, leading
 from lp.errors import RankLost, UserError
 
@@ -162,7 +161,7 @@ def test_other_arguments_are_refused() -> None:
 def test_a_number_taken_twice_is_refused() -> None:
     places = nodes()
     _, ends = run_nodes([places[0], places[1], replace(places[1])], [4])
-    assert "two nodes have nodes.rank (NODE_RANK) 1" in str(ends[0])
+    assert "two nodes have NODE_RANK 1" in str(ends[0])
     assert [code_of(end) for end in ends if end] == [2, 2, 2]
 
 
@@ -303,29 +302,37 @@ def test_the_others_hear_of_the_end_of_node_0() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("variables", "said"),
     [
-        ({"count": 0}, "nodes.count"),
-        ({"count": 2, "rank": 2, "endpoint": "host:1"}, "nodes.rank"),
-        ({"rank": 1}, "nodes.rank"),
-        ({"count": 2}, "nodes.endpoint .RDZV_ENDPOINT. is None with 2 nodes"),
-        ({"count": 2, "endpoint": "host"}, "give host:port"),
-        ({"count": 2, "endpoint": "host:70000"}, r"the port of nodes.endpoint .* is 70000; .* in \[1, 65535\]"),
-        ({"count": 2, "endpoint": "host:0"}, "the port of nodes.endpoint"),
-        ({"count": 2, "endpoint": "host:1", "nproc": 0}, "nodes.nproc"),
+        ({"NNODES": "0"}, "NNODES is 0"),
+        ({"NNODES": "two"}, "NNODES is 'two'; it must be an integer"),
+        ({"NNODES": "2", "NODE_RANK": "2", "RDZV_ENDPOINT": "host:1"}, "NODE_RANK is 2"),
+        ({"NODE_RANK": "1"}, "NODE_RANK is 1"),
+        ({"NNODES": "2"}, "RDZV_ENDPOINT is '' with 2 nodes"),
+        ({"NNODES": "2", "RDZV_ENDPOINT": "host"}, "give host:port"),
+        ({"NNODES": "2", "RDZV_ENDPOINT": "host:70000"}, r"the port of RDZV_ENDPOINT is 70000; .* in \[1, 65535\]"),
+        ({"NNODES": "2", "RDZV_ENDPOINT": "host:0"}, "the port of RDZV_ENDPOINT"),
+        ({"NNODES": "2", "RDZV_ENDPOINT": "host:1", "NPROC": "0"}, "NPROC is 0"),
     ],
 )
-def test_keys_out_of_range(keys: dict[str, Any], said: str) -> None:
+def test_variables_out_of_range(variables: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun would end later, on every node, with a traceback."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=said):
-        Nodes.of(NodesSchema(**keys))
+        Nodes.from_env()
 
 
-def test_world_sizes_fill_their_nodes() -> None:
-    place = Nodes.of(NodesSchema(count=2, rank=1, nproc=4, endpoint="[::1]:29500"))
+def test_world_sizes_fill_their_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Nodes.from_env().count == 1
+    Nodes.from_env().check(3)  # one node takes any
+    variables = {"NNODES": "2", "NODE_RANK": "1", "NPROC": "4", "RDZV_ENDPOINT": "[::1]:29500"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    place = Nodes.from_env()
     assert (place.host, place.port, place.place(8, 5)[-1]) == ("::1", 29500, "[::1]:5")
     for ranks in (1, 3, 4, 8):
         place.check(ranks)
     for ranks, said in ((6, "no multiple of it"), (12, "have fewer")):
         with pytest.raises(UserError, match=said):
             place.check(ranks)
-    Nodes.of(NodesSchema()).check(3)  # one node takes any

@@ -25,12 +25,11 @@ GREEDY_AND_COUPLED = [None, lp.SamplingParams(temperature=0.6, top_p=0.95, seed=
 
 def _drawn(rng: random.Random, method: str) -> tuple[Any, int]:
     """A config, and the draft tokens that it may take."""
-    kv_sync = rng.choice(list(lp.KVSync))
     if method == "jacobi":
-        jacobi = lp.JacobiConfig(num_tokens=rng.randint(1, 20), kv_sync=kv_sync)
+        jacobi = lp.JacobiConfig(num_tokens=rng.randint(1, 20))
         return jacobi, jacobi.num_tokens
     if method == "recycling":
-        recycling = lp.RecyclingConfig(successors=rng.choice([1, 8, 100]), nodes=rng.randint(1, 40), kv_sync=kv_sync)
+        recycling = lp.RecyclingConfig(successors=rng.choice([1, 8, 100]), nodes=rng.randint(1, 40))
         return recycling, recycling.nodes
     paper = lp.PaperConfig(
         window_size=rng.randint(0, 8),
@@ -38,7 +37,6 @@ def _drawn(rng: random.Random, method: str) -> tuple[Any, int]:
         guess_set_size=rng.randint(0, 8),
         prompt_ngrams=rng.random() < 0.7,
         warmup_steps=rng.choice([0, 0, 3]),
-        kv_sync=kv_sync,
     )
     return paper, paper.guess_set_size * (paper.ngram_size - 1)
 

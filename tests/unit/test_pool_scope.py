@@ -17,6 +17,7 @@ from lp.draft.pool.factory import PoolFactory, fresh_tables, load_tables, tables
 from lp.engine.lookahead import LookaheadDecoder
 from lp.parallel.context import ParallelContext
 from lp.parallel.thread_ranks import run_lockstep
+from tests.switches import lookahead_config
 from tests.tiny_models import VOCABULARY, drawn_text, plain_greedy, tiny_model
 
 SAMPLING = lp.SamplingParams(temperature=0.7, seed=11)
@@ -25,7 +26,7 @@ SAMPLING = lp.SamplingParams(temperature=0.7, seed=11)
 def config_of(**values: Any) -> lp.LookaheadConfig:
     """A small session."""
     small: dict[str, Any] = {"window_size": 5, "ngram_size": 4, "guess_set_size": 4, "pool_mib": 1}
-    return lp.LookaheadConfig(**{"pool_scope": "session"} | small | values)
+    return lookahead_config(**{"pool_scope": "session"} | small | values)
 
 
 def digest(decoder: LookaheadDecoder) -> int:

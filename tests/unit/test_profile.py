@@ -33,6 +33,7 @@ from lp.engine.output import GenerationOutput
 from lp.models.releases import cache_in, cache_keyword
 from lp.parallel.context import ParallelContext
 from lp.parallel.thread_ranks import run_lockstep
+from tests.switches import lookahead_config
 from tests.tiny_models import plain_greedy, tiny_model
 
 CPU = torch.device("cpu")
@@ -158,7 +159,7 @@ def test_an_old_attention_is_said_not_to_be_left_out() -> None:
 def test_one_rank_alone_does_what_it_did_among_all(rank: int, kv_sync: str) -> None:
     """Another share of the tokens, or another text, would be profiled as that rank's."""
     model = tiny_model()
-    config = lp.LookaheadConfig(window_size=6, ngram_size=4, guess_set_size=6, kv_sync=lp.KVSync(kv_sync))
+    config = lookahead_config(window_size=6, ngram_size=4, guess_set_size=6, kv_sync=kv_sync)
 
     def build(context: ParallelContext) -> lp.LookaheadDecoder:
         return lp.LookaheadDecoder(model, config, context)
@@ -203,7 +204,7 @@ def test_a_pool_of_other_texts_has_no_tape() -> None:
     session = lp.LookaheadConfig(adaptive=False, pool_scope=lp.PoolScope.SESSION)
     adaptive = lp.LookaheadConfig(adaptive=True)
     model = tiny_model()
-    for config, remedy in ((session, r"take pool\.scope=request"), (adaptive, "make it false")):
+    for config, remedy in ((session, r"take pool\.scope=request"), (adaptive, "give W, N or G")):
         with pytest.raises(ValueError, match=remedy):
             record(partial(lp.LookaheadDecoder, model, config, step_times=StepTimes.constant(0.01, 64)), _decode, 2)
 

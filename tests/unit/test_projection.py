@@ -15,7 +15,6 @@ import torch
 import launch.scaling
 import lp
 from launch.bench.projection import Link, Projected, Projection
-from launch.bench.record_settings import settings_of
 from launch.bench.report import read_lines
 from launch.bench.runs import Bench
 from launch.bench.scaling_lines import MEASURED, Line, errors, errors_of_runs, medians, projected_lines, with_efficiency
@@ -23,7 +22,6 @@ from launch.config.schema import ScalingConfig
 from lp.commands import app_command
 from lp.engine.batch_step import BatchStep
 from lp.engine.output import StepStats
-from lp.errors import UserError
 from lp.parallel.context import ParallelContext
 from lp.parallel.thread_ranks import LockstepGroup, run_lockstep
 from tests.tiny_models import tiny_model
@@ -138,7 +136,9 @@ def test_a_step_takes_as_long_as_its_slowest_rank() -> None:
 
 def test_a_second_collective_is_refused() -> None:
     with pytest.raises(ValueError, match="project kv_sync=recompute"):
-        _projection(tiny_model(), 2, lp.LookaheadConfig(adaptive=False, kv_sync=lp.KVSync.BROADCAST))
+        _projection(
+            tiny_model(), 2, lp.LookaheadConfig(adaptive=False, ablation=lp.Ablation(kv_sync=lp.KVSync.BROADCAST))
+        )
 
 
 def _projected(ranks: int, compute_s: float) -> Projected:
@@ -241,22 +241,31 @@ def test_a_projection_is_marked_everywhere(scale: Callable[..., Ran], tmp_path: 
         (["ranks=[]"], "leaves nothing to do"),
         (["ranks=[0]"], "ranks is 0"),
         (["runs=0"], "runs is 0"),
-        (["nodes.count=2"], "RDZV_ENDPOINT"),
-        (["nodes.count=2", "nodes.nproc=1", "nodes.endpoint=localhost:1", "ranks=[1,3]"], "ranks has 3"),
         (["methods=[nonsense]"], "methods has 'nonsense'"),
         (["methods=[nonsense]", "ranks=[]", "project=true"], "methods has 'nonsense'"),
-        (["ranks=[]", "project=true", "~links"], "links is empty with project=true"),
+        (
+            ["ranks=[]", "project=true", "~links.nvlink", "~links.pcie", "~links.infiniband", "~links.gloo"],
+            "links is empty with project=true",
+        ),
         (
             ["ranks=[2,1]", "methods=[transformers_tp]"],
             "ranks has 1, on which none of methods=['transformers_tp'] runs",
         ),
-        (["ranks=[1]", "project=true", "decoder.kv_sync=broadcast"], "project kv_sync=recompute"),
         (["ranks=[1]", "project=true", "pool.scope=session"], "take pool.scope=request"),
     ],
 )
 def test_user_errors(scale: Callable[..., Ran], overrides: list[str], said: str) -> None:
     ran = scale(*overrides)
     assert (ran.code, ran.err.count("error: ")) == (2, 1) and said in ran.err
+
+
+def test_nodes_that_cannot_run_it(scale: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found after the model is loaded on all nodes, it would have cost minutes."""
+    monkeypatch.setenv("NNODES", "2")
+    assert "RDZV_ENDPOINT is '' with 2 nodes" in scale().err
+    monkeypatch.setenv("RDZV_ENDPOINT", "localhost:1")
+    monkeypatch.setenv("NPROC", "1")
+    assert "ranks has 3" in scale("ranks=[1,3]").err
 
 
 def test_a_projected_rank_has_the_threads_of_a_rank(
@@ -348,32 +357,6 @@ def test_a_folder_of_another_setting_is_refused_before_anything_is_measured(
     assert scale("ranks=[1]", "methods=[lookahead,plain]", f"out={tmp_path}").code == 0 and launched == [1]
 
 
-def test_weak_scaling_goes_on_from_its_records(
-    start_app: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """W of two ranks was taken for that of one, so a run could not go on; the caption had the first launch's W."""
-    configs: list[Any] = []
-    methods = ["lookahead", "plain"]
-    asked = ["W_per_rank=8", "G_per_rank=6", "limit=1", f"methods=[{','.join(methods)}]", "repeats=1"]
-    record: dict[str, Any] = {"index": 0, "method": "lookahead", "prompt_digest": "x"}
-    record |= {"versions": {"torch": "1"}, "hardware": "2 cores"}
-    for ranks in (1, 2):
-        with monkeypatch.context() as launched:
-            launched.setenv("WORLD_SIZE", str(ranks))
-            ran = start_app(configs.append, "benchmark", *asked)
-        assert ran.code == 0, ran.err
-        record["settings"] = settings_of(configs[-1], methods, None, ranks, 1)
-        assert record["settings"]["W"] == record["settings"]["decoder"]["window_size"] == 8 * ranks
-        (tmp_path / f"ranks-{ranks}").mkdir()
-        (tmp_path / f"ranks-{ranks}" / "x.jsonl").write_text(json.dumps(record) + "\n")
-    assert start_app(configs.append, "scaling", *asked, "ranks=[1,2]").code == 0
-    launch.scaling.check_folder(configs[-1], tmp_path)
-    assert "W_per_rank=8 N=2 G_per_rank=6" in launch.scaling._caption(record, configs[-1])
-    assert start_app(configs.append, "scaling", *asked, "ranks=[2]", "G_per_rank=7").code == 0
-    with pytest.raises(UserError, match="ranks-2 has records with G=12, and this run has 14"):
-        launch.scaling.check_folder(configs[-1], tmp_path)
-
-
 def test_ranks_do_not_scale(scale: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:
     """Under torchrun every rank would launch ranks."""
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -385,6 +368,7 @@ def test_one_rank_runs_what_one_rank_can(
     monkeypatch: pytest.MonkeyPatch, scale: Callable[..., Ran], tmp_path: Path
 ) -> None:
     """A method that needs two ranks is left out where there is one; keys of scaling do not reach the benchmark."""
+    monkeypatch.setenv("NPROC", "2")
     asked: list[tuple[int, list[str]]] = []
 
     def relaunch(ranks: int, app: str, overrides: list[str], place: Sequence[str]) -> None:
@@ -395,7 +379,7 @@ def test_one_rank_runs_what_one_rank_can(
 
     monkeypatch.setattr(launch.scaling, "relaunch", relaunch)
     methods = "methods=[lookahead,lookahead_auto,plain,transformers_tp]"
-    keys = ("ranks=[1,2]", "weak=false", "links.gloo.hop_us=9", "nodes.nproc=2", f"out={tmp_path}")
+    keys = ("ranks=[1,2]", "weak=false", "links.gloo.hop_us=9", f"out={tmp_path}")
     assert scale(*keys, methods).code == 3
     assert "methods=[lookahead,lookahead_auto,plain]" in asked[0][1] and methods in asked[1][1]
     asked.clear()
@@ -403,7 +387,7 @@ def test_one_rank_runs_what_one_rank_can(
     assert "methods=[lookahead,lookahead_auto,plain]" in asked[0][1]
     assert "methods=[lookahead,lookahead_auto,plain]" in asked[1][1]  # transformers_tp only if asked
     assert all(
-        "W=4" in overrides and not [o for o in overrides if o.startswith(("weak", "ranks", "links", "nodes"))]
+        "W=4" in overrides and not [o for o in overrides if o.startswith(("weak", "ranks", "links"))]
         for _, overrides in asked
     )
 
@@ -425,7 +409,8 @@ def test_plain_decoding_alone_is_launched_where_it_was_not_asked_for(
             row = {
                 "index": 0, "prompt_digest": "x", "method": name, "task": "a", "tokens": 8, "steps": 4, "accepted": {},
                 "settings": setting | {"methods": names, "model": "m", "parameters": 1e6}, "decode_s": seconds,
-                "equal": None, "tokens_a_step": 1.0, "rounds_s": [seconds, 1.25 * seconds], "versions": {"torch": "1"}, "hardware": "2 cores", "machine": {},
+                "equal": None, "tokens_a_step": 1.0, "rounds_s": [seconds, 1.25 * seconds],
+                "versions": {"torch": "1"}, "hardware": "2 cores", "machine": {},
                 "split": [{"num_tokens": 1.0, "forward_ms": 1.0, "exchange_ms": 0.0, "host_ms": 0.0}],
             }  # fmt: skip
             with (out / "records.jsonl").open("a") as file:

@@ -19,6 +19,7 @@ from lp.models.runner import ModelRunner
 from lp.parallel.context import ParallelContext
 from lp.parallel.thread_ranks import run_lockstep
 from tests.conftest import LONG
+from tests.switches import lookahead_config
 from tests.tiny_models import MATRIX, VOCABULARY, drawn_text, tiny_model
 
 ARCHS = ["qwen3_5", "mamba2", "lfm2"]  # a delta rule, a state space, a convolution alone
@@ -114,8 +115,8 @@ def test_every_rank_holds_the_states_of_the_text(
         rng = random.Random(f"{kv_sync}-{case}")
         ranks = 2 + case % 3
         models = [tiny_model(ARCHS[case % 3], seed=case) for _ in range(ranks)]
-        config = lp.LookaheadConfig(
-            window_size=rng.randint(0, 8), ngram_size=rng.randint(2, 5), guess_set_size=8, kv_sync=lp.KVSync(kv_sync)
+        config = lookahead_config(
+            window_size=rng.randint(0, 8), ngram_size=rng.randint(2, 5), guess_set_size=8, kv_sync=kv_sync
         )
         run_lockstep(ranks, partial(_generate, models, config, drawn_text(rng, rng.randint(1, 50))))
     assert any(steps) == (kv_sync == "recompute"), "no rank lacked a token: the test saw nothing"

@@ -16,6 +16,7 @@ from lp.models.loader import context_limit
 from lp.models.rope import RopeBoundary, rope_boundary
 from lp.parallel.context import ParallelContext
 from lp.parallel.thread_ranks import run_lockstep
+from tests.switches import lookahead_config
 from tests.tiny_models import BOUNDARY, VOCABULARY, plain_greedy, tiny_config, tiny_model
 
 ARCHS = ["llama_dynamic", "llama_longrope", "phi3_longrope"]
@@ -60,7 +61,7 @@ def test_ranks_equal_generate(arch: str, cases: Callable[[int, int], range]) -> 
     for case in cases(5, 40):
         rng = random.Random(f"rope-ranks-{arch}-{case}")
         ids, new, shape = _draw(rng)
-        config = lp.LookaheadConfig(**shape, kv_sync=rng.choice(list(lp.KVSync)))
+        config = lookahead_config(**shape, kv_sync=rng.choice(list(lp.KVSync)))
         plain = plain_greedy(tiny_model(arch, seed=case), ids, new)
         model = tiny_model(arch, seed=case)
         ranks = rng.choice([2, 3, 4])

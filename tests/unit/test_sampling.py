@@ -303,7 +303,9 @@ def test_drawn_seed_is_one_for_all_ranks() -> None:
 def test_window_guesses_under_the_samplers_noise() -> None:
     """A window iterated greedily would almost never guess a sampled text; under the same noise it finds some."""
     model = tiny_model(sharpness=1.5)
-    config = lp.LookaheadConfig(window_size=8, ngram_size=4, guess_set_size=0, prompt_ngrams=False)
+    config = lp.LookaheadConfig(
+        window_size=8, ngram_size=4, guess_set_size=0, ablation=lp.Ablation(prompt_ngrams=False)
+    )
     sampling = lp.SamplingParams(temperature=0.5, seed=5)
     decoder = lp.LookaheadDecoder(model, config)
     steps = sum(decoder.generate([i, 3, 1], 80, sampling).steps for i in range(6))

@@ -142,7 +142,7 @@ def test_rows_of_a_text_that_was_stopped_at_once(model: PreTrainedModel, monkeyp
 @pytest.mark.parametrize("name", ["scores", "logits"])
 def test_rows_of_a_text_that_is_cancelled_before_a_step(model: PreTrainedModel, name: str) -> None:
     """While its prompt is being cached there is nothing to take the width from: cancelling it gave a KeyError."""
-    decoder = lp.LookaheadDecoder(model, lp.LookaheadConfig(window_size=4, prompt_logits=False))
+    decoder = lp.LookaheadDecoder(model, lp.LookaheadConfig(window_size=4, ablation=lp.Ablation(prompt_logits=False)))
     engine = lp.Engine(decoder, 1, prefill_chunk=4)
     asked = {f"output_{name}": True}
     caching, waiting = engine.submit([1, 2, 3] * 9, 9, **asked), engine.submit([1, 2], 9, **asked)

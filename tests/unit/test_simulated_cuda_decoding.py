@@ -229,7 +229,7 @@ def test_a_dtype_that_no_kernel_takes(gpu: SimulatedCuda) -> None:
 
 RANK_CASES: dict[str, tuple[dict[str, Any], lp.SamplingParams | None]] = {
     "recompute": ({}, None),
-    "broadcast": ({"kv_sync": lp.KVSync.BROADCAST}, None),
+    "broadcast": ({"ablation": lp.Ablation(kv_sync=lp.KVSync.BROADCAST)}, None),
     "sampled": ({}, SAMPLING["top-p"]),
     "adaptive": ({"adaptive": True}, SAMPLING["coupled"]),
 }

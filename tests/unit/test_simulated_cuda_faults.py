@@ -52,7 +52,9 @@ def test_a_host_tensor_in_a_collective(what: str, gpu: SimulatedCuda, monkeypatc
         return tensor.contiguous().cpu() if broadcasts == (what == "broadcast") else carried(self, tensor)
 
     monkeypatch.setattr(ProcessRankGroup, "_carried", on_the_host)
-    config = lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=6, kv_sync=lp.KVSync.BROADCAST)
+    config = lp.LookaheadConfig(
+        window_size=4, ngram_size=3, guess_set_size=6, ablation=lp.Ablation(kv_sync=lp.KVSync.BROADCAST)
+    )
     models: list[Any] = [copy.deepcopy(tiny_model()).to(f"cuda:{rank}") for rank in range(2)]
 
     def body(context: ParallelContext, own: SimulatedCuda) -> list[int]:

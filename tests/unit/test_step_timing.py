@@ -178,13 +178,17 @@ def test_the_key_has_all_that_a_step_waits_for(monkeypatch: pytest.MonkeyPatch) 
     keys.append(key())
     monkeypatch.setattr("lp.budget.step_times_cache.COMPILED", "otherwise")
     keys.append(key())
-    keys.append(key(lp.LookaheadConfig(adaptive=True, learn=False)))
-    keys.append(key(lp.LookaheadConfig(adaptive=True, learn=False, pool_scope="session", pool_file="x")))
+    keys.append(key(lp.LookaheadConfig(adaptive=True, ablation=lp.Ablation(learn=False))))
+    keys.append(
+        key(lp.LookaheadConfig(adaptive=True, ablation=lp.Ablation(learn=False), pool_scope="session", pool_file="x"))
+    )
     assert len({*keys}) == 5 and keys[4] == keys[5], "the pool that is timed does not matter, what steps do to it does"
 
 
 def test_all_sizes_of_a_step_are_learned() -> None:
     """A window of several levels would be cut to what is known."""
-    config = lp.LookaheadConfig(adaptive=True, window_size=6, ngram_size=4, guess_set_size=0, warmup_steps=3)
+    config = lp.LookaheadConfig(
+        adaptive=True, window_size=6, ngram_size=4, guess_set_size=0, ablation=lp.Ablation(warmup_steps=3)
+    )
     times = lp.LookaheadDecoder(tiny_model(), config).step_times
     assert times is not None and times.max_tokens == 18

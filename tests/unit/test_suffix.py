@@ -67,7 +67,6 @@ def test_absent_package_is_refused_with_the_remedy(
         ({"max_spec_offset": float("nan")}, "max_spec_offset is nan"),
         ({"min_token_prob": 1.5}, r"min_token_prob is 1.5; it must be a number in \[0, 1\]"),
         ({"tree": 1}, "tree is 1; it must be true or false"),
-        ({"kv_sync": "later"}, "kv_sync is 'later'"),
     ],
 )
 def test_config_checks_itself(values: dict[str, Any], message: str) -> None:

@@ -118,7 +118,7 @@ def test_sampled_tokens(sampling: lp.SamplingParams, kv_sync: lp.KVSync) -> None
     """The noise of a token must be that of its number in the whole vocabulary, and a warper must see all of it."""
     model = tiny_model("qwen3", sharpness=2.0)
     expected = lp.AutoregressiveDecoder(model).generate(IDS, NEW, sampling).tokens
-    config = lp.LookaheadConfig(window_size=3, ngram_size=3, guess_set_size=4, kv_sync=kv_sync)
+    config = lp.LookaheadConfig(window_size=3, ngram_size=3, guess_set_size=4, ablation=lp.Ablation(kv_sync=kv_sync))
     for world, tp in ((2, 2), (4, 2)):
         outputs = generated(model, world, tp, config, sampling)
         assert {tuple(output.tokens) for output in outputs} == {tuple(expected)}

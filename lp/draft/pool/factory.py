@@ -113,7 +113,7 @@ def fresh_tables(config: LookaheadConfig, vocabulary_size: int, mebibytes: int |
     """
     shipped = _shipped_weights()
     squares = 1 + np.minimum(shipped["squares"], MAX_SQUARES)
-    num_logits = min(config.num_logits, vocabulary_size)
+    num_logits = min(config.ablation.num_logits, vocabulary_size)
     from lp.draft.pool.tables import new_tables
 
     return new_tables(num_logits, mebibytes or config.pool_mib, shipped["weights"], squares)

@@ -55,9 +55,10 @@ class NGramPool(DraftSource):
     ) -> None:
         self.config = config
         self.num_logits = len(tables.logits_tokens) // len(tables.logits_keys)
-        kinds = {TEXT: True, WINDOW: config.window_ngrams, GUESS: config.position_guesses, LOGITS: self.num_logits > 0}
+        parts = config.ablation
+        kinds = {TEXT: True, WINDOW: parts.window_ngrams, GUESS: parts.position_guesses, LOGITS: self.num_logits > 0}
         sources = sum(1 << kind for kind, is_on in kinds.items() if is_on)
-        noise = noise if config.renoise else None
+        noise = noise if parts.renoise else None
         model_ngrams = model_ngrams if self.num_logits else None
         self._predictor = new_predictor(self.num_logits, sources, noise, model_ngrams, temperature)
         self._last_step = self._predictor.last_step
@@ -71,7 +72,7 @@ class NGramPool(DraftSource):
         self._text = np.zeros(2 * len(prompt) + 1024, np.int64)
         self._length = 0
         known = self._take_in(prompt, len(prompt))
-        if config.prompt_ngrams:
+        if parts.prompt_ngrams:
             add_text(tables, self._predictor.context, *known)
 
     def propose(
@@ -145,17 +146,17 @@ class NGramPool(DraftSource):
         self._catch_up(text, len(text) - num_new)
         self._tables.clock[0] += 1
         known = self._take_in(text, len(text))
-        config, ngrams = self.config, samples.ngrams
+        parts, ngrams = self.config.ablation, samples.ngrams
         tokens = compiled_ints([token for ngram in ngrams for token in ngram])
         length = len(ngrams[0]) if ngrams else 1
-        _learn(self._tables, self._predictor, known, tokens, length, config.learn, config.output_ngrams)
+        _learn(self._tables, self._predictor, known, tokens, length, parts.learn, parts.output_ngrams)
         return known
 
     def _catch_up(self, text: Sequence[int], end: int) -> None:
         """Take in tokens up to `end` of steps that were not observed."""
         if self._length < end:
             known = self._take_in(text, end)
-            if self.config.output_ngrams:
+            if self.config.ablation.output_ngrams:
                 add_text(self._tables, self._predictor.context, *known)
 
     def _take_in(self, text: Sequence[int], end: int) -> _Text:

@@ -18,6 +18,7 @@ import lp
 from lp.budget.step_times import StepTimes
 from tests.distributed.workers.collectives import Watch
 from tests.pools import drawn_step_times, drawn_switches
+from tests.switches import lookahead_config
 from tests.tiny_models import VOCABULARY, runs_here, tiny_model
 
 
@@ -38,7 +39,7 @@ class Case:
         rng = random.Random(f"gloo-{seed}")
         words = [[rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 6))] for _ in range(5)]
         ids = [token for _ in range(rng.randint(1, 12)) for token in rng.choice(words)]
-        config = lp.LookaheadConfig(
+        config = lookahead_config(
             window_size=rng.randint(0, 12),
             ngram_size=rng.randint(2, 6),
             guess_set_size=rng.randint(0, 10),

@@ -25,7 +25,9 @@ from tests.tiny_models import tiny_model
 IDS, NEW = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9], 20
 TIMES = StepTimes((1, 8, 32), (1.0, 1.1, 1.5), 1.0)
 ADAPTIVE = lp.LookaheadConfig()
-BROADCAST = lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=5, kv_sync=lp.KVSync.BROADCAST)
+BROADCAST = lp.LookaheadConfig(
+    window_size=4, ngram_size=3, guess_set_size=5, ablation=lp.Ablation(kv_sync=lp.KVSync.BROADCAST)
+)
 COMPUTE = lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=5)
 CASES: dict[str, tuple[lp.LookaheadConfig, lp.SamplingParams | None]] = {
     "greedy": (COMPUTE, None),
