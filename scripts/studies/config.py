@@ -1,12 +1,12 @@
-"""docs/config.md: every key of every app, as `launch.keys` has them.
+"""The page of every key of every app, as `launch.keys` has them, which it writes.
 
 python scripts/tables.py config
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from launch.app import CONF, register_resolvers
 from launch.apps import APPS
@@ -17,7 +17,10 @@ from lp.config import LookaheadConfig
 from lp.errors import UserError
 from lp.sampling.params import SamplingParams
 
-PAGE = CONF.parent / "docs" / "config.md"
+from .harness import Command, option
+from .places import PLACES
+
+PAGE = CONF.parent / PLACES["config"]
 HEAD = """# Configuration
 
 Every key of every app, with its type, its default and what it does. `python scripts/tables.py config` writes this page
@@ -80,19 +83,15 @@ def groups() -> str:
     return "\n".join(lines)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Its options."""
-    parser.add_argument("--check", action="store_true", help="write nothing; an error if the page differs")
+@dataclass(kw_only=True)
+class Config(Command):
+    """Writes the page, or compares it."""
 
+    check: bool = option(False, "write nothing; an error if the page differs")
 
-def run(args: argparse.Namespace) -> None:
-    """Write the page, or compare it.
-
-    Raises:
-        UserError: a key has no text; or with --check, the page is not up to date.
-    """
-    text = page()
-    if not args.check:
-        PAGE.write_text(text, encoding="utf-8")
-    elif PAGE.read_text(encoding="utf-8") != text:
-        raise UserError("docs/config.md is not up to date; run python scripts/tables.py config")
+    def run(self) -> None:
+        text = page()
+        if not self.check:
+            PAGE.write_text(text, encoding="utf-8")
+        elif PAGE.read_text(encoding="utf-8") != text:
+            raise UserError(f"{PLACES['config']} is not up to date; run python scripts/tables.py config")

@@ -1,0 +1,36 @@
+"""Where the figures of each study stand: the one place that names them."""
+
+from __future__ import annotations
+
+PLACES = {
+    "ablations": "docs/ablations.md",
+    "accept_probs": "docs/pool.md",
+    "attention_speed": "docs/step-time.md",
+    "batches": "docs/batches.md",
+    "config": "docs/config.md",
+    "exactness": "docs/exactness.md",
+    "first_contact": "docs/budget.md",
+    "first_token": "docs/batches.md",
+    "gpu": "scripts/gpu_check.sh",
+    "grammar": "docs/serving.md",
+    "hybrid_steps": "docs/models.md",
+    "journal_cost": "docs/reliability.md",
+    "link": "conf/scaling.yaml",
+    "long_run": "docs/reliability.md",
+    "methods": "docs/budget.md",
+    "models": "docs/models.md",
+    "pool": "docs/pool.md",
+    "pool_session": "docs/pool.md",
+    "prediction": "docs/serving.md",
+    "probe": "docs/exactness.md",
+    "results": "docs/results.md",
+    "scaling_law": "docs/scaling.md",
+    "scaling_projection": "docs/scaling.md",
+    "serve_load": "docs/serving.md",
+    "shares": "docs/lookahead-parallelism.md",
+    "shares_compression": "docs/lookahead-parallelism.md",
+    "splits": "docs/tensor-parallelism.md",
+    "suffix": "docs/pool.md",
+    "texts": "docs/pool.md",
+    "tp": "docs/tensor-parallelism.md",
+}
