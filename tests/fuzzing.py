@@ -19,13 +19,13 @@ import lp
 from lp.models.loader import context_limit
 from lp.models.tensor_parallel import divide
 from lp.parallel.context import ParallelContext
-from lp.parallel.thread_ranks import run_lockstep
 from tests.captured import captured_runner
 from tests.drawn_cases import PEERS, PROCESSORS, Case
 from tests.pools import drawn_step_times
 from tests.processors import Noise, SumCriterion
 from tests.simulated_cuda import run_on_gpus, simulated_cuda, why_not
 from tests.switches import lookahead_config
+from tests.thread_ranks import run_lockstep
 from tests.tiny_models import VOCABULARY, drawn_text, letters, logits_differ, plain_greedy, tiny_model
 from tests.toy_grammar import ToyGrammar, ToyMask
 

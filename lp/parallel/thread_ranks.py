@@ -1,24 +1,23 @@
-"""Ranks as threads of one process, with the same collectives: for tests and dry runs."""
+"""Ranks as threads of one process, with the same collectives: for projections, dry runs and tests."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from lp.config import DEFAULT_TIMEOUT_S
 from lp.errors import CallsDiffer
-from lp.parallel.context import ENDED, ParallelContext, T, check_tp, coordinates
+from lp.parallel.context import ENDED, ParallelContext, T
 from lp.parallel.lost_ranks import differing
 from lp.parallel.rank_group import RankGroup
-from lp.parallel.replica import Replica
 
 
-class _Lockstep:
+class Lockstep:
     """What ranks that are threads of one process share: what each gives, and the call that it gives it to."""
 
     def __init__(self, world_size: int) -> None:
@@ -39,9 +38,9 @@ class _Lockstep:
 
 @dataclass(frozen=True)
 class LockstepGroup(RankGroup):
-    """Ranks that are threads: the same collectives without a process group, for tests and dry runs."""
+    """Ranks that are threads: the same collectives without a process group."""
 
-    shared: _Lockstep = field(default_factory=lambda: _Lockstep(1))
+    shared: Lockstep = field(default_factory=lambda: Lockstep(1))
 
     def all_gather(self, message: torch.Tensor) -> torch.Tensor:
         return torch.stack([each.cpu() for each in self._trade("in a step of generate", message)])
@@ -68,69 +67,32 @@ class LockstepGroup(RankGroup):
         return self.shared.trade(self.rank, call, mine, timeout_s)
 
 
-@dataclass(frozen=True)
-class LockstepReplica(Replica):
-    """The ranks of a replica as threads: sums are in rank order."""
-
-    shared: _Lockstep = field(default_factory=lambda: _Lockstep(1))
-
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        first, *others = self._trade(tensor)
-        for other in others:
-            first += other
-        return tensor.copy_(first)
-
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.stack(self._trade(tensor))
-
-    def _trade(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        return [each for _, each in self.shared.trade(self.rank, "in the model", tensor, DEFAULT_TIMEOUT_S)]
-
-
-def run_lockstep(world_size: int, body: Callable[[ParallelContext], T], tp: int = 1) -> list[T]:
+def run_lockstep(world_size: int, body: Callable[[ParallelContext], T]) -> list[T]:
     """Run `body(context)` for every rank of one process, each in a thread, and return their results by rank.
 
     Args:
         world_size: ranks.
         body: what each of them does.
-        tp: ranks of a replica.
 
     Raises:
         BaseException: what the first rank raised that did not only stop because of another one; all are released.
     """
-    check_tp(tp, world_size)
     results: list[Any] = [None] * world_size
     errors: list[tuple[bool, int, BaseException]] = []
-
-    everyone = _Lockstep(world_size)
-    columns = [_Lockstep(world_size // tp) for _ in range(tp)]
-    replicas = [_Lockstep(tp) for _ in range(world_size // tp)]
-    tensors = [_Lockstep(tp) for _ in range(world_size // tp)]
+    everyone = Lockstep(world_size)
 
     def run(rank: int) -> None:
-        lp_index, tp_index = divmod(rank, tp)
-        names = tuple(coordinates(other, tp) for other in range(world_size)) if tp > 1 else ()
-        step_sizes: list[int] = []
-        ranks = LockstepGroup(rank, world_size, names, step_sizes, everyone)
+        ranks = LockstepGroup(rank, world_size, shared=everyone)
         context = ParallelContext(rank, world_size, rank, ranks=ranks, steps=ranks)
-        if tp > 1:
-            own_names = names[lp_index * tp : (lp_index + 1) * tp]
-            context = replace(
-                context,
-                steps=LockstepGroup(lp_index, world_size // tp, names[tp_index::tp], step_sizes, columns[tp_index]),
-                replica=LockstepReplica(tp_index, tp, tensors[lp_index]),
-                replica_ranks=LockstepGroup(tp_index, tp, own_names, step_sizes, replicas[lp_index]),
-            )
         try:
             results[rank] = body(context)
             ranks.end()
         except BaseException as error:
             errors.append((_is_due_to_another(error), rank, error))
-            if _is_stopped_by_another(error):
+            if is_stopped_by_another(error):
                 ranks.end()  # the rank that failed may still be telling others
                 return
-            for each in (everyone, *columns, *replicas, *tensors):
-                each.barrier.abort()
+            everyone.barrier.abort()
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world_size)]
     for thread in threads:
@@ -144,9 +106,9 @@ def run_lockstep(world_size: int, body: Callable[[ParallelContext], T], tp: int 
 
 def _is_due_to_another(error: BaseException) -> bool:
     """Whether a rank was only released, or stopped, by the failure of another one."""
-    return _is_stopped_by_another(error) or isinstance(error, threading.BrokenBarrierError)
+    return is_stopped_by_another(error) or isinstance(error, threading.BrokenBarrierError)
 
 
-def _is_stopped_by_another(error: BaseException) -> bool:
+def is_stopped_by_another(error: BaseException) -> bool:
     """It is an `lp.Interrupted`, which a higher layer defines, without a signal of its own."""
     return isinstance(error, KeyboardInterrupt) and getattr(error, "signal", None) == 0

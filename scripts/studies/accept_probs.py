@@ -1,4 +1,4 @@
-"""How well the pool predicts acceptance: predicted and accepted share, by decile: docs/experiments/pool.md.
+"""How well the pool predicts acceptance: predicted probability against accepted share, by decile.
 
     python scripts/tables.py accept_probs texts.jsonl --limit 10 --num-tokens 48
 
@@ -8,22 +8,20 @@ The texts are those of `tables.py texts`.
 
 from __future__ import annotations
 
-import argparse
-import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import lp
-from launch.bench.summary import markdown
 from lp.draft.source import DraftSource, StepSamples
 from lp.draft.tree import DraftTree
 from lp.engine.request import Request
 from lp.sampling.top_logits import TopLogits
 
-from ._common import add_model_arguments, budget_config, load_model, progress, sampling_at
+from .harness import Method, Result, Row, Table, TextStudy, budget_config, grouped, option
 from .parts.replay import load_texts
 
 BINS = 10
@@ -75,29 +73,6 @@ class RecordingDecoder(lp.LookaheadDecoder):
         return RecordingSource(super().source(request), self.outcomes)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("texts", type=Path)
-    parser.add_argument("--limit", type=int, default=10, help="texts of a task and temperature")
-    parser.add_argument("--num-tokens", type=int, default=48, help="most tokens a step")
-    parser.add_argument("--max-new-tokens", type=int, default=256)
-    add_model_arguments(parser)
-
-
-def run(args: argparse.Namespace) -> None:
-    decoder = RecordingDecoder(load_model(args).model, budget_config(args.num_tokens))
-    texts = [text for text in load_texts(args.texts) if text.index < args.limit]
-    results: dict[str, list[tuple[int, float, float]]] = {}
-    for temperature in sorted({text.temperature for text in texts}):
-        decoder.outcomes = []
-        for text in progress([text for text in texts if text.temperature == temperature], f"T = {temperature:g}"):
-            decoder.generate(text.prompt, args.max_new_tokens, sampling_at(temperature), sequence=text.index)
-        results[f"T = {temperature:g}"] = deciles(decoder.outcomes)
-    for name, lines in results.items():
-        cells = [(str(count), f"{predicted:.3f}", f"{share:.3f}") for count, predicted, share in lines]
-        print(f"{name}\n\n{markdown(('draft tokens', 'predicted', 'accepted'), cells)}")
-    print(json.dumps({"num_tokens": args.num_tokens, "texts": len(texts), "accept_probs": results}))
-
-
 def deciles(outcomes: list[Outcome]) -> list[tuple[int, float, float]]:
     """(count, mean prediction, share accepted) of every tenth of the predictions that has any."""
     predicted, accepted = np.array(outcomes).T
@@ -107,3 +82,39 @@ def deciles(outcomes: list[Outcome]) -> list[tuple[int, float, float]]:
         for b in range(BINS)
         if (bins == b).any()
     ]
+
+
+@dataclass(kw_only=True)
+class AcceptProbs(TextStudy):
+    """What became of the draft tokens of each text."""
+
+    texts: Path = option(help="JSONL of tables.py texts")
+    limit: int = option(10, "texts of a task and temperature")
+    num_tokens: int = option(48, "most tokens a step")
+    SHARED = (*TextStudy.SHARED, "num_tokens")
+
+    def rows(self) -> Iterable[Row]:
+        return [text.row for text in load_texts(self.texts) if text.index < self.limit]
+
+    def methods(self) -> Mapping[str, Method]:
+        outcomes: list[Outcome] = []
+
+        def build(model: Any) -> lp.Decoder:
+            decoder = RecordingDecoder(model, budget_config(self.num_tokens))
+            decoder.outcomes = outcomes
+            return decoder
+
+        def recorded(output: lp.GenerationOutput, row: Row) -> Result:
+            of_text = {"outcomes": [*outcomes]}
+            outcomes.clear()
+            return of_text
+
+        return {"": self.decodes(build, result=recorded)}
+
+    def tables(self, results: list[Result]) -> Iterable[Table]:
+        for temperature, of in sorted(grouped(results, "temperature").items()):
+            lines = [
+                (str(count), f"{predicted:.3f}", f"{share:.3f}")
+                for count, predicted, share in deciles([each for result in of for each in result["outcomes"]])
+            ]
+            yield Table(("draft tokens", "predicted", "accepted"), lines, f"T = {temperature:g}")

@@ -1,12 +1,12 @@
-"""docs/reference/config.md: every key of every app, as `launch.keys` has them.
+"""The page of every key of every app, as `launch.keys` has them, which it writes.
 
 python scripts/tables.py config
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from launch.apps import APPS
 from launch.config.schema import POOL_KEYS, SHAPE_KEYS, TaskSchema, decoder_choices, register
@@ -17,8 +17,11 @@ from lp.config import LookaheadConfig
 from lp.errors import UserError
 from lp.sampling.params import SamplingParams
 
+from .harness import Command, option
+from .places import PLACES
+
 MEASURING = ("benchmark", "scaling")
-PAGE = CONF.parent / "docs" / "reference" / "config.md"
+PAGE = CONF.parent / PLACES["config"]
 HEAD = """# Configuration
 
 Every key of every app, with its type, its default and what it does. `python scripts/tables.py config` writes this page
@@ -100,19 +103,15 @@ def groups() -> str:
     return "\n".join(lines)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Its options."""
-    parser.add_argument("--check", action="store_true", help="write nothing; an error if the page differs")
+@dataclass(kw_only=True)
+class Config(Command):
+    """Writes the page, or compares it."""
 
+    check: bool = option(False, "write nothing; an error if the page differs")
 
-def run(args: argparse.Namespace) -> None:
-    """Write the page, or compare it.
-
-    Raises:
-        UserError: a key has no text; or with --check, the page is not up to date.
-    """
-    text = page()
-    if not args.check:
-        PAGE.write_text(text, encoding="utf-8")
-    elif PAGE.read_text(encoding="utf-8") != text:
-        raise UserError("docs/reference/config.md is not up to date; run python scripts/tables.py config")
+    def run(self) -> None:
+        text = page()
+        if not self.check:
+            PAGE.write_text(text, encoding="utf-8")
+        elif PAGE.read_text(encoding="utf-8") != text:
+            raise UserError(f"{PLACES['config']} is not up to date; run python scripts/tables.py config")

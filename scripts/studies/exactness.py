@@ -1,4 +1,4 @@
-"""How often rounding makes lookahead and plain decoding differ, by dtype: docs/experiments/exactness.md.
+"""How often rounding makes lookahead and plain decoding differ, by dtype.
 
     python scripts/tables.py exactness --task data/humaneval.jsonl --limit 8 --max-new-tokens 128
     python scripts/tables.py exactness --model FOLDER --builtin 8 --reference plain --temperatures 0,0.8
@@ -12,101 +12,131 @@ with `--exact bitwise` none may differ.
 
 from __future__ import annotations
 
-import argparse
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
 
 import lp
 from launch.bench.compare import Prediction, first_difference
-from launch.bench.summary import markdown
-from launch.data.prompts import Prompt, load_builtin, load_jsonl
+from launch.data.prompts import Prompt, load_builtin
 from lp.models.loader import load
-from lp.waits import waiting
 
-from ._common import PAPER, add_prompt_arguments, by_commas, sampling_at
+from .harness import PAPER, Method, PromptStudy, Result, Row, Table, grouped, option, sampling_at, total, values
 
-DTYPES = ("float64", "float32", "float16", "bfloat16")
-REFERENCES = ("generate", "plain")
+DTYPES = ["float64", "float32", "float16", "bfloat16"]
+REFERENCES = ["generate", "plain"]
 
-
-Plain = Callable[[list[int], lp.SamplingParams | None], lp.GenerationOutput]
+Texts = Callable[[list[int], lp.SamplingParams | None], lp.GenerationOutput]
 
 
-def compare(args: argparse.Namespace, dtype: str, exact: str, prompts: list[Prompt]) -> dict[str, Any]:
+@dataclass(kw_only=True)
+class Exactness(PromptStudy):
     """Lookahead against plain decoding, text by text."""
-    loaded = load(args.model, dtype)
-    wide = load(args.model, "float64").model
-    decoder = lp.LookaheadDecoder(loaded.model, lp.LookaheadConfig(**PAPER), attention=args.attention, exact=exact)
-    plain = plain_text(args, loaded.model, exact)
-    differing = []
-    compared = other_bits = 0
-    texts = [(prompt, temperature) for temperature in args.temperatures for prompt in prompts]
-    with waiting(f"comparing in {dtype}, exact={exact}", len(texts), "texts") as wait:
-        for prompt, temperature in texts:
-            ids = loaded.tokenizer(prompt.text)["input_ids"]
-            sampling = sampling_at(temperature)
-            expected = plain(ids, sampling)
-            found = decoder.generate(ids, args.max_new_tokens, sampling, output_logits=args.reference == "plain")
+
+    builtin: int | None = option(None, "so many of the built-in prompts; all without it")
+    dtypes: list[str] = option(DTYPES, choices=DTYPES)
+    reference: str = option("generate", "whose texts are the right ones", REFERENCES)
+    temperatures: list[float] = option([0.0])
+    exact: list[str] = option(["tokens"], "the modes", ["tokens", "bitwise"])
+    attention: str = option("auto")
+    SHARED = ("model", "threads", "max_new_tokens", "reference", "attention")
+
+    @classmethod
+    def _hidden(cls) -> set[str]:
+        return super()._hidden() | {"dtype"}
+
+    @cached_property
+    def prompts(self) -> list[Prompt]:
+        return load_builtin(self.builtin) + (super().prompts if self.task else [])
+
+    def rows(self) -> Iterable[Row]:
+        for dtype in self.dtypes:
+            for exact in self.exact:
+                for temperature in self.temperatures:
+                    for prompt in self.prompts:
+                        key = {"dtype": dtype, "exact": exact, "temperature": temperature, "prompt": prompt.task_id}
+                        yield Row(key, prompt.text)
+
+    def methods(self) -> Mapping[str, Method]:
+        torch.set_num_threads(self.threads)
+        made = lru_cache(maxsize=1)(self.decoders)  # rows of one dtype and mode follow each other
+        wide = lru_cache(maxsize=1)(lambda: load(self.model, "float64").model)
+
+        def compare(row: Row) -> Result:
+            tokenizer, plain, lookahead = made(row.key["dtype"], row.key["exact"])
+            ids = tokenizer(row.item)["input_ids"]
+            sampling = sampling_at(row.key["temperature"])
+            expected, found = plain(ids, sampling), lookahead(ids, sampling)
             at = first_difference(found.tokens, expected.tokens)
-            compared += len(expected.tokens) if at is None else at + 1
-            if found.logits is not None and expected.logits is not None:
-                other_bits += not torch.equal(found.logits, expected.logits)
+            gap = None
             if at is not None:
-                gap = Prediction.behind(wide, [*ids, *expected.tokens[:at]], sampling).gap()
-                where = {"prompt": prompt.task_id, "temperature": temperature, "position": at}
-                differing.append({**where, "gap": None if gap is None else round(gap, 6)})
-            wait.done += 1
-    counts = {"texts": len(texts), "tokens": compared, "differing": differing}
-    return {"dtype": dtype, "exact": exact, **counts, "other_logits": other_bits if args.reference == "plain" else None}
+                gap = Prediction.behind(wide(), [*ids, *expected.tokens[:at]], sampling).gap()
+            other_logits = None
+            if found.logits is not None and expected.logits is not None:
+                other_logits = not torch.equal(found.logits, expected.logits)
+            return {
+                "tokens": len(expected.tokens) if at is None else at + 1,
+                "position": at,
+                "gap": None if gap is None else round(gap, 6),
+                "other_logits": other_logits,
+            }
 
+        return {"": compare}
 
-def plain_text(args: argparse.Namespace, model: Any, exact: str) -> Plain:
-    """Plain decoding of a text: transformers' own, or one token a step on the engine of lookahead."""
-    if args.reference == "plain":
-        decoder = lp.PlainDecoder(model, attention=args.attention, exact=exact)
-        return lambda ids, sampling: decoder.generate(ids, args.max_new_tokens, sampling, output_logits=True)
-    if exact == lp.Exact.BITWISE:
-        raise lp.UserError("exact is 'bitwise', which promises plain decoding's own bits; take --reference plain")
+    def decoders(self, dtype: str, exact: str) -> tuple[Any, Texts, Texts]:
+        """The tokenizer, plain decoding and lookahead of a dtype and mode."""
+        loaded = load(self.model, dtype)
+        config = lp.LookaheadConfig(**PAPER)
+        lookahead = lp.LookaheadDecoder(loaded.model, config, attention=self.attention, exact=exact)
+        if self.reference == "plain":
+            plain = lp.PlainDecoder(loaded.model, attention=self.attention, exact=exact)
+            return loaded.tokenizer, self.text_of(plain), self.text_of(lookahead)
+        if exact == lp.Exact.BITWISE:
+            raise lp.UserError("exact is 'bitwise', which promises plain decoding's own bits; take --reference plain")
+        return loaded.tokenizer, self.generated(loaded.model), self.text_of(lookahead)
 
-    def generated(ids: list[int], sampling: lp.SamplingParams | None) -> lp.GenerationOutput:
-        if sampling is not None:
-            raise lp.UserError("transformers' generate draws other noise; take --temperatures 0, or --reference plain")
-        batch = torch.tensor([ids])
-        mask = torch.ones_like(batch)
-        text = model.generate(batch, attention_mask=mask, max_new_tokens=args.max_new_tokens, do_sample=False)
-        return lp.GenerationOutput(text[0, len(ids) :].tolist(), "", [])
+    def text_of(self, decoder: lp.Decoder) -> Texts:
+        """Texts by one of lp's decoders, with logits where plain decoding on the same engine has them."""
+        logits = self.reference == "plain"
+        return lambda ids, sampling: decoder.generate(ids, self.max_new_tokens, sampling, output_logits=logits)
 
-    return generated
+    def generated(self, model: Any) -> Texts:
+        """Texts by transformers' own `generate`."""
 
+        def text(ids: list[int], sampling: lp.SamplingParams | None) -> lp.GenerationOutput:
+            if sampling is not None:
+                remedy = "take --temperatures 0, or --reference plain"
+                raise lp.UserError(f"transformers' generate draws other noise; {remedy}")
+            batch = torch.tensor([ids])
+            given = {"attention_mask": torch.ones_like(batch), "max_new_tokens": self.max_new_tokens}
+            tokens = model.generate(batch, do_sample=False, **given)
+            return lp.GenerationOutput(tokens[0, len(ids) :].tolist(), "", [])
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="demo")
-    add_prompt_arguments(parser)
-    parser.add_argument("--builtin", type=int, help="so many of the built-in prompts; all without it")
-    parser.add_argument("--dtypes", nargs="+", default=DTYPES, choices=DTYPES)
-    parser.add_argument("--reference", default="generate", choices=REFERENCES, help="whose texts are the right ones")
-    parser.add_argument("--temperatures", type=by_commas(float), default=[0.0])
-    parser.add_argument("--exact", nargs="+", default=["tokens"], choices=("tokens", "bitwise"), help="the modes")
-    parser.add_argument("--attention", default="auto")
-    parser.add_argument("--threads", type=int, default=1)
+        return text
 
-
-def run(args: argparse.Namespace) -> None:
-    torch.set_num_threads(args.threads)
-    prompts = load_builtin(args.builtin) + (load_jsonl(args.task, args.limit) if args.task else [])
-    results = [compare(args, dtype, exact, prompts) for dtype in args.dtypes for exact in args.exact]
-    lines = []
-    for result in results:
-        differing = result["differing"]
-        often = f"{result['tokens'] // len(differing):,}" if differing else "-"
-        largest = max((item["gap"] for item in differing if item["gap"] is not None), default="-")
-        parted = f"{len(differing)} of {result['texts']}"
-        bits = "-" if result["other_logits"] is None else str(result["other_logits"])
-        lines.append((result["dtype"], result["exact"], parted, bits, f"{result['tokens']:,}", often, str(largest)))
-    heads = ("dtype", "exact", "texts that part", "other logits", "tokens", "one in ... tokens", "largest gap there")
-    print(markdown(heads, lines))
-    asked = {"model": args.model, "reference": args.reference, "attention": args.attention}
-    print(json.dumps({**asked, "max_new_tokens": args.max_new_tokens, "results": results}))
+    def tables(self, results: list[Result]) -> Iterable[Table]:
+        lines, parted = [], []
+        for (dtype, exact), of in grouped(results, "dtype", "exact").items():
+            differing = [result for result in of if result["position"] is not None]
+            parted += differing
+            tokens = total(of, "tokens")
+            often = f"{tokens // len(differing):,}" if differing else "-"
+            largest = max((gap for gap in values(differing, "gap") if gap is not None), default="-")
+            bits = "-" if of[0]["other_logits"] is None else str(total(of, "other_logits"))
+            lines.append((dtype, exact, f"{len(differing)} of {len(of)}", bits, f"{tokens:,}", often, str(largest)))
+        heads = (
+            "dtype",
+            "exact",
+            "texts that part",
+            "other logits",
+            "tokens",
+            "one in ... tokens",
+            "largest gap there",
+        )
+        yield Table(heads, lines)
+        if parted:
+            names = ("dtype", "exact", "temperature", "prompt", "position", "gap")
+            yield Table(names, [[str(result[name]) for name in names] for result in parted], "First differences")

@@ -1,4 +1,4 @@
-"""What a first use costs before its first token, and beside plain decoding, on busy cores: docs/experiments/budget.md.
+"""What a first use costs before its first token and against plain decoding, beside busy cores.
 
 NUMBA_CACHE_DIR=$(mktemp -d) python scripts/tables.py first_contact --model FOLDER --busy 1
 
@@ -14,16 +14,16 @@ Seconds are this thread's own but for 3: other programs do not lengthen them by 
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from statistics import geometric_mean, median
 from typing import Any
 
@@ -31,26 +31,15 @@ import torch
 
 import lp
 from launch.running.threads import settle_threads
+from lp.models.loader import load
 from lp.models.runner import runner_of
 
-from ._common import add_model_arguments, add_prompt_arguments, load_model, load_prompts
+from .harness import Method, PromptStudy, Result, Row, Table, grouped, option, values
 
 SPIN = "import time\nwhile True: sum(range(10**5))"
 CALLS = 10
 PLAIN_STEPS = 16
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser)
-    add_prompt_arguments(parser, limit=20, max_new_tokens=64)
-    parser.add_argument("--busy", type=int, default=1, help="programs that run beside it, a core each")
-
-
-def run(args: argparse.Namespace) -> None:
-    with tempfile.TemporaryDirectory() as folder, busy(args.busy):
-        os.environ["XDG_CACHE_HOME"] = folder
-        found = first_token(args) | against_plain(args) | by_threads(args)
-    print(json.dumps({"model": args.model, "dtype": args.dtype, "busy": args.busy} | found))
+FIRST, TEXT, THREADS = "first token", "text", "threads"  # the parts
 
 
 @contextmanager
@@ -64,6 +53,118 @@ def busy(count: int) -> Iterator[None]:
             program.kill()
 
 
+@dataclass(kw_only=True)
+class FirstContact(PromptStudy):
+    """A row for the first part, for each prompt, and for the last part."""
+
+    limit: int | None = option(20, "first prompts of the task")
+    max_new_tokens: int = option(64)
+    busy: int = option(1, "programs that run beside it, a core each")
+    SHARED = (*PromptStudy.SHARED, "busy")
+
+    def run(self) -> None:
+        os.environ["XDG_CACHE_HOME"] = self.stack.enter_context(tempfile.TemporaryDirectory())
+        self.stack.enter_context(busy(self.busy))
+        super().run()
+
+    def rows(self) -> Iterable[Row]:
+        """The first token first: the process has made no decoder before."""
+        yield Row({"part": FIRST, "index": 0})
+        for index, prompt in enumerate(self.prompts):
+            yield Row({"part": TEXT, "index": index}, prompt.text)
+        yield Row({"part": THREADS, "index": 0})
+
+    def methods(self) -> Mapping[str, Method]:
+        parts: dict[str, Method] = {FIRST: self.first_token, TEXT: self.against_plain, THREADS: self.by_threads}
+        return {"": lambda row: parts[row.key["part"]](row)}
+
+    def first_token(self, row: Row) -> Result:
+        """Seconds of a first use, and of calls of `custom_generate` beyond their steps."""
+        laps = _Laps()
+        torch.set_num_threads(self.threads)
+        loaded = load(self.model, self.dtype)
+        load_s = laps.lap()
+        runner_of(loaded.model)
+        runner_s = laps.lap()
+        decoder = lp.LookaheadDecoder(loaded.model)
+        decoder_s = laps.lap()
+        ids = loaded.tokenizer("def quicksort(a):")["input_ids"]
+        decoder.generate(ids, 1)
+        first_s = laps.lap()
+        plain = lp.PlainDecoder(loaded.model)
+        plain.generate(ids, 4)
+        laps.lap()
+        steps = plain.generate(ids, PLAIN_STEPS, eos_token_id=()).steps
+        plain_s = laps.lap() / steps
+        parts = {"load_s": load_s, "runner_s": runner_s, "decoder_s": decoder_s, "first_s": first_s}
+        return parts | {"plain_s": plain_s, "beyond_s": [beyond_steps_s(loaded.model, ids) for _ in range(CALLS)]}
+
+    @cached_property
+    def decoders(self) -> dict[str, lp.Decoder]:
+        """The default and plain decoding, warm: what a process does once is in the first part."""
+        decoders: dict[str, lp.Decoder] = {
+            "default": lp.LookaheadDecoder(self.loaded.model),
+            "plain": lp.PlainDecoder(self.loaded.model),
+        }
+        for decoder in decoders.values():
+            decoder.generate([1, 2, 3], 4)
+        return decoders
+
+    def against_plain(self, row: Row) -> Result:
+        """The ratio of both decoders' seconds on a text, and the most plain steps that the default was behind."""
+        ids = self.ids(row.item)[-512:]
+        order = sorted(self.decoders, reverse=bool(row.key["index"] % 2))
+        curves = token_times({name: self.decoders[name] for name in order}, ids, self.max_new_tokens)
+        default, plain = curves["default"], curves["plain"]
+        step_s = plain[-1] / len(plain)
+        behind = max((d - p) / step_s for d, p in zip(default, plain, strict=False))
+        return {"ratio": plain[-1] / default[-1], "behind": behind}
+
+    def by_threads(self, row: Row) -> Result:
+        """Seconds of a plain step by threads, median of rounds in turn."""
+        os.environ.pop("OMP_NUM_THREADS", None)
+        own = os.cpu_count() or 1
+        torch.set_num_threads(own)
+        line = settle_threads(self.loaded.model)
+        taken = torch.get_num_threads()
+        decoder = lp.PlainDecoder(self.loaded.model)
+        seconds: dict[int, list[float]] = {1: [], own: []}
+        for _ in range(5):
+            for count, times in seconds.items():
+                torch.set_num_threads(count)
+                output = decoder.generate([1, 2, 3], 8, eos_token_id=())
+                times.append(output.decode_s / output.steps)
+        torch.set_num_threads(self.threads)
+        return {"step_s": {str(count): median(times) for count, times in seconds.items()}, "taken": taken, "line": line}
+
+    def tables(self, results: list[Result]) -> Iterable[Table]:
+        parts = grouped(results, "part")
+        for first in parts.get(FIRST, []):
+            step_s = first["plain_s"]
+            names = {"load_s": "loading", "runner_s": "runner", "decoder_s": "decoder", "first_s": "first token"}
+            heads = (*names.values(), f"{CALLS} calls of custom_generate beyond their steps")
+            beyond = ", ".join(f"{each / step_s:.2f}" for each in first["beyond_s"])
+            line = (*(f"{first[name] / step_s:.1f}" for name in names), beyond)
+            yield Table(heads, [line], f"In plain steps of {1e3 * step_s:.1f} ms")
+        if texts := parts.get(TEXT):
+            ratios, behind = values(texts, "ratio"), values(texts, "behind")
+            low, high = interval(ratios)
+            ratio = f"{geometric_mean(ratios):.3f} [{low:.3f}, {high:.3f}]"
+            heads = ("texts", "plain decoding's seconds over the default's", "behind, plain steps, median", "most")
+            yield Table(heads, [(str(len(texts)), ratio, f"{median(behind):.1f}", f"{max(behind):.1f}")])
+        for threads in parts.get(THREADS, []):
+            times = [(count, f"{1e3 * step_s:.1f}") for count, step_s in threads["step_s"].items()]
+            note = f"Taken: {threads['taken']}. {threads['line'] or ''}".rstrip()
+            yield Table(("threads", "a plain step, ms"), times, note=note)
+
+
+def interval(ratios: Sequence[float]) -> tuple[float, float]:
+    """The interval of 95 % of the geometric mean, by drawing the ratios again."""
+    drawn = random.Random(0)
+    means = sorted(geometric_mean(drawn.choices(ratios, k=len(ratios))) for _ in range(2000))
+    return means[50], means[-51]
+
+
 class _Laps:
     """This thread's seconds between calls."""
 
@@ -75,35 +176,6 @@ class _Laps:
         return self._last - before
 
 
-def first_token(args: argparse.Namespace) -> dict[str, Any]:
-    """Part 1; the process has made no decoder before."""
-    laps = _Laps()
-    loaded = load_model(args)
-    load_s = laps.lap()
-    runner_of(loaded.model)
-    runner_s = laps.lap()
-    decoder = lp.LookaheadDecoder(loaded.model)
-    decoder_s = laps.lap()
-    ids = loaded.tokenizer("def quicksort(a):")["input_ids"]
-    decoder.generate(ids, 1)
-    first_s = laps.lap()
-    plain = lp.PlainDecoder(loaded.model)
-    plain.generate(ids, 4)
-    laps.lap()
-    steps = plain.generate(ids, PLAIN_STEPS, eos_token_id=()).steps
-    plain_s = laps.lap() / steps
-    beyond = [beyond_steps_s(loaded.model, ids) for _ in range(CALLS)]
-    print(
-        f"{args.model}, {args.dtype}, {args.threads} thread(s), {args.busy} busy: "
-        f"in plain steps of {1e3 * plain_s:.1f} ms: loading {load_s / plain_s:.1f}, "
-        f"runner {runner_s / plain_s:.1f}, decoder {decoder_s / plain_s:.1f}, "
-        f"first token {first_s / plain_s:.1f}; {CALLS} calls of custom_generate beyond their steps: "
-        f"{', '.join(f'{each / plain_s:.2f}' for each in beyond)}"
-    )
-    parts = {"load_s": load_s, "runner_s": runner_s, "decoder_s": decoder_s, "first_s": first_s, "plain_s": plain_s}
-    return {**parts, "beyond_s": beyond}
-
-
 def beyond_steps_s(model: Any, ids: list[int]) -> float:
     """Seconds of a call of `custom_generate` less those of a plain decoder's that adds as many tokens."""
     laps = _Laps()
@@ -111,32 +183,6 @@ def beyond_steps_s(model: Any, ids: list[int]) -> float:
     call_s = laps.lap()
     lp.PlainDecoder(model).generate(ids, tokens.shape[1] - len(ids))
     return call_s - laps.lap()
-
-
-def against_plain(args: argparse.Namespace) -> dict[str, Any]:
-    """Part 2."""
-    loaded = load_model(args)
-    decoders = {"default": lp.LookaheadDecoder(loaded.model), "plain": lp.PlainDecoder(loaded.model)}
-    for decoder in decoders.values():  # what a process does once is in part 1
-        decoder.generate([1, 2, 3], 4)
-    ratios, behind = [], []
-    for index, prompt in enumerate(load_prompts(args)):
-        ids = loaded.tokenizer(prompt.text)["input_ids"][-512:]
-        order = sorted(decoders, reverse=bool(index % 2))
-        curves = token_times({name: decoders[name] for name in order}, ids, args.max_new_tokens)
-        default, plain = curves["default"], curves["plain"]
-        ratios.append(plain[-1] / default[-1])
-        step_s = plain[-1] / len(plain)
-        behind.append(max((d - p) / step_s for d, p in zip(default, plain, strict=False)))
-    drawn = random.Random(0)
-    means = sorted(geometric_mean(drawn.choices(ratios, k=len(ratios))) for _ in range(2000))
-    low, high = means[50], means[-51]
-    print(
-        f"plain decoding's seconds over the default's, {len(ratios)} texts: {geometric_mean(ratios):.3f} "
-        f"[{low:.3f}, {high:.3f}]; the most that a text was behind, in plain steps: median {median(behind):.1f}, "
-        f"most {max(behind):.1f}"
-    )
-    return {"ratios": ratios, "interval": [low, high], "behind": behind}
 
 
 def token_times(decoders: dict[str, Any], ids: list[int], new: int) -> dict[str, list[float]]:
@@ -158,25 +204,3 @@ def token_times(decoders: dict[str, Any], ids: list[int], new: int) -> dict[str,
                 spent_s[name] += time.thread_time() - start
                 times[name] += [spent_s[name]] * (len(handles[name].tokens) - len(times[name]))
     return times
-
-
-def by_threads(args: argparse.Namespace) -> dict[str, Any]:
-    """Part 3: seconds of a plain step, median of rounds in turn."""
-    os.environ.pop("OMP_NUM_THREADS", None)
-    own = os.cpu_count() or 1
-    loaded = load_model(args)
-    torch.set_num_threads(own)
-    line = settle_threads(loaded.model)
-    taken = torch.get_num_threads()
-    decoder = lp.PlainDecoder(loaded.model)
-    seconds: dict[int, list[float]] = {1: [], own: []}
-    for _ in range(5):
-        for count, times in seconds.items():
-            torch.set_num_threads(count)
-            output = decoder.generate([1, 2, 3], 8, eos_token_id=())
-            times.append(output.decode_s / output.steps)
-    steps = {count: median(times) for count, times in seconds.items()}
-    torch.set_num_threads(args.threads)
-    by_number = ", ".join(f"{count}: {1e3 * step_s:.1f}" for count, step_s in steps.items())
-    print(f"a plain step by threads, ms: {by_number}; taken {taken}. {line}")
-    return {"step_s_by_threads": steps, "threads_taken": taken}

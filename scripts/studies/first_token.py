@@ -1,4 +1,4 @@
-"""Time to the first token of a prompt that begins like an earlier one, and the same anew: docs/experiments/batches.md.
+"""Time to the first token of a prompt that begins like an earlier one, against the same anew.
 
 python scripts/tables.py first_token --prompt-tokens 1500 --seen 1450
 
@@ -7,58 +7,63 @@ Prompts are drawn tokens, since their time does not depend on which they are. Bo
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
-import time
-from statistics import median
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 
 import lp
 from lp.models.loader import vocabulary_size
 
-from ._common import add_model_arguments, load_model, median_and_range
+from .harness import Method, ModelStudy, Result, Row, Table, grouped, option, ratios, seconds_of, spread, values
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prompt-tokens", type=int, default=1500)
-    parser.add_argument("--seen", type=int, default=1450, help="first tokens that the earlier prompt has too")
-    parser.add_argument("--rounds", type=int, default=5)
-    add_model_arguments(parser)
+@dataclass(kw_only=True)
+class FirstToken(ModelStudy):
+    """Two ways to a first token, on drawn prompts."""
 
+    prompt_tokens: int = option(1500)
+    seen: int = option(1450, "first tokens that the earlier prompt has too")
+    prompts: int = option(5, "drawn prompts")
+    SHARED = (*ModelStudy.SHARED, "prompt_tokens", "seen")
 
-def run(args: argparse.Namespace) -> None:
-    loaded = load_model(args)
-    engine = lp.Engine(lp.LookaheadDecoder(loaded.model))
-    drawn = random.Random(0)
+    def rows(self) -> Iterable[Row]:
+        return [Row({"prompt": number}) for number in range(self.prompts)]
 
-    def tokens(count: int) -> list[int]:
-        return [drawn.randrange(vocabulary_size(loaded.model)) for _ in range(count)]
+    @cached_property
+    def engine(self) -> lp.Engine:
+        """Takes the steps of both ways."""
+        return lp.Engine(lp.LookaheadDecoder(self.loaded.model))
 
-    pairs = []
-    for _ in range(args.rounds):
-        shared = tokens(args.seen)
-        earlier, prompt = (shared + tokens(args.prompt_tokens - args.seen) for _ in range(2))
-        first_token_s(engine, earlier)
-        reused = first_token_s(engine, prompt)
-        engine.clear_prefixes()
-        pairs.append((reused, first_token_s(engine, prompt)))
-    reused_s, anew_s = (median(times) for times in zip(*pairs, strict=True))
-    ratios = [reused / anew for reused, anew in pairs]
-    print(
-        f"{args.model}, {args.dtype}, {args.threads} thread(s): {args.prompt_tokens} tokens, {args.seen} of them seen: "
-        f"{1e3 * reused_s:.0f} ms to the first token, {1e3 * anew_s:.0f} ms anew; "
-        f"median ratio {median_and_range(ratios, 3)}"
-    )
-    print(
-        json.dumps(
-            {"model": args.model, "reused_s": reused_s, "anew_s": anew_s, "ratio": median(ratios), "pairs": pairs}
-        )
-    )
+    def drawn(self, row: Row) -> tuple[list[int], list[int]]:
+        """An earlier prompt, and one that begins like it."""
+        draws = random.Random(row.key["prompt"])
+        vocabulary = range(vocabulary_size(self.loaded.model))
+        shared = draws.choices(vocabulary, k=self.seen)
+        ends = (draws.choices(vocabulary, k=self.prompt_tokens - self.seen) for _ in range(2))
+        earlier, prompt = (shared + end for end in ends)
+        return earlier, prompt
 
+    def methods(self) -> Mapping[str, Method]:
+        def first_token(prompt: list[int]) -> None:
+            self.engine.submit(prompt, 1)
+            self.engine.run()
 
-def first_token_s(engine: lp.Engine, prompt: list[int]) -> float:
-    """Seconds until the first token of the text, which ends behind it."""
-    start = time.perf_counter()
-    engine.submit(prompt, 1)
-    engine.run()
-    return time.perf_counter() - start
+        def way(is_seen: bool) -> Method:
+            def method(row: Row) -> Result:
+                earlier, prompt = self.drawn(row)
+                self.engine.clear_prefixes()
+                if is_seen:
+                    first_token(earlier)
+                return {"seconds": seconds_of(lambda: first_token(prompt))}
+
+            return method
+
+        return {"reused": way(True), "anew": way(False)}
+
+    def tables(self, results: list[Result]) -> Iterable[Table]:
+        reused_s, anew_s = (values(grouped(results, "method")[name]) for name in ("reused", "anew"))
+        cells = [spread([1e3 * each for each in times_s]) for times_s in (reused_s, anew_s)]
+        heads = ("tokens", "of them seen", "first token, ms", "anew, ms", "ratio")
+        line = (str(self.prompt_tokens), str(self.seen), *cells, spread(ratios(reused_s, anew_s), 3))
+        yield Table(heads, [line])

@@ -10,7 +10,6 @@ the figures mean.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import sys
@@ -25,6 +24,9 @@ from rich.markup import escape
 
 from launch.bench.table import empty_table
 
+from .harness import Command, option
+
+REPORTS = "facts.jsonl, parity.xml, profile-*.json, benchmark-*.json"
 FLASH = "flash"  # what attention=auto is to take
 TOO_LARGE = "too little memory"  # in the reason of what is skipped, which is no failure
 DIFFERING = "texts that differ"
@@ -142,12 +144,6 @@ def ranks(profile: dict[str, Any]) -> Iterator[Figure]:
     yield Figure(name=f"{name}: host / step", value=profile["shares"]["host"])
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    reports = "facts.jsonl, parity.xml, profile-*.json, benchmark-*.json; an empty one has a .err that says why"
-    parser.add_argument("folder", type=Path, help=reports)
-    parser.add_argument("--into", type=Path, help="a file for a line of JSON a figure, facts as they are")
-
-
 def whole_lines(path: Path) -> list[dict[str, Any]]:
     """The lines of JSON in a file, but for one that was cut off."""
     found = []
@@ -155,39 +151,6 @@ def whole_lines(path: Path) -> list[dict[str, Any]]:
         with contextlib.suppress(json.JSONDecodeError):
             found.append(json.loads(line))
     return found
-
-
-def run(args: argparse.Namespace) -> None:
-    facts = [each for path in args.folder.glob("facts.jsonl") for each in whole_lines(path)]
-    lines = [line for path in args.folder.glob("parity.xml") for line in parity(path)]
-    settings: list[dict[str, Any]] = []
-    for path in sorted(args.folder.glob("*-*.json")):
-        kind, name = path.stem.split("-", 1)
-        if not _lines(path):
-            reason = ["no message", *_lines(path.with_suffix(".err"))][-1]
-            outcome = "skipped" if TOO_LARGE in reason else "FAILED"
-            lines.append(Figure(name=name, value=None, note=f"{outcome}: {reason}"))
-            continue
-        report = json.loads(_lines(path)[-1])
-        if kind == "benchmark":
-            lines += benchmark(report)
-            continue
-        settings.append({key: value for key, value in report.items() if not isinstance(value, dict | list)})
-        lines += _of_profile(report)
-    title = f"{settings[0]['device']}, {settings[0]['dtype']}" if settings else args.folder.name
-    _print([*map(fact, facts), *lines], title)
-    figures = [asdict(line) for line in lines]
-    if args.into:
-        args.into.write_text("".join(f"{json.dumps(each)}\n" for each in facts + figures), encoding="utf-8")
-    print(json.dumps({"profiles": settings, "facts": facts, "figures": figures}))
-    faults = dict.fromkeys(f"{each['model']}: {each['attention']}" for each in settings if each["attention"] != FLASH)
-    if faults:
-        print(f"FAILED: attention=auto took {', '.join(faults)}", file=sys.stderr)
-    differing = [line for line in lines if line.name.endswith(DIFFERING) and line.value]
-    for line in differing:
-        print(f"FAILED: {line.name}: {line.value:.0f} {line.note}", file=sys.stderr)
-    if faults or differing:
-        raise SystemExit(1)
 
 
 def _lines(path: Path) -> list[str]:
@@ -208,3 +171,45 @@ def _print(lines: Sequence[Figure], title: str) -> None:
         limit = "" if line.limit is None else f"{line.limit:.3g}"
         table.add_row(escape(line.name), value, limit, line.verdict, escape(line.note))
     Console(width=200).print(table)
+
+
+@dataclass(kw_only=True)
+class Gpu(Command):
+    """Reads reports."""
+
+    folder: Path = option(help=f"{REPORTS}; an empty one has a .err that says why")
+    into: Path | None = option(None, "a file for a line of JSON a figure, facts as they are")
+
+    def run(self) -> None:
+        facts = [each for path in self.folder.glob("facts.jsonl") for each in whole_lines(path)]
+        lines = [line for path in self.folder.glob("parity.xml") for line in parity(path)]
+        settings: list[dict[str, Any]] = []
+        for path in sorted(self.folder.glob("*-*.json")):
+            kind, name = path.stem.split("-", 1)
+            if not _lines(path):
+                reason = ["no message", *_lines(path.with_suffix(".err"))][-1]
+                outcome = "skipped" if TOO_LARGE in reason else "FAILED"
+                lines.append(Figure(name=name, value=None, note=f"{outcome}: {reason}"))
+                continue
+            report = json.loads(_lines(path)[-1])
+            if kind == "benchmark":
+                lines += benchmark(report)
+                continue
+            settings.append({key: value for key, value in report.items() if not isinstance(value, dict | list)})
+            lines += _of_profile(report)
+        title = f"{settings[0]['device']}, {settings[0]['dtype']}" if settings else self.folder.name
+        _print([*map(fact, facts), *lines], title)
+        figures = [asdict(line) for line in lines]
+        if self.into:
+            self.into.write_text("".join(f"{json.dumps(each)}\n" for each in facts + figures), encoding="utf-8")
+        print(json.dumps({"profiles": settings, "facts": facts, "figures": figures}))
+        faults = dict.fromkeys(
+            f"{each['model']}: {each['attention']}" for each in settings if each["attention"] != FLASH
+        )
+        if faults:
+            print(f"FAILED: attention=auto took {', '.join(faults)}", file=sys.stderr)
+        differing = [line for line in lines if line.name.endswith(DIFFERING) and line.value]
+        for line in differing:
+            print(f"FAILED: {line.name}: {line.value:.0f} {line.note}", file=sys.stderr)
+        if faults or differing:
+            raise SystemExit(1)

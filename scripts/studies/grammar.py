@@ -1,4 +1,4 @@
-"""Tokens a step (S) under a grammar, on drawn tasks that ask for JSON: docs/experiments/serving.md.
+"""Tokens a step (S) under a grammar, on drawn tasks that ask for JSON.
 
 python scripts/tables.py grammar --tasks 40 --shown 1 --budget 64
 
@@ -16,125 +16,126 @@ The tokens of the first two are compared with those of plain decoding under the 
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import takewhile
-
-import torch
+from typing import Any
 
 import lp
-from launch.bench.summary import markdown
 from lp.errors import UserError
 from lp.models.loader import vocabulary_size
 from lp.sampling.grammar import Grammar, GrammarProcessor
 
-from ._common import add_model_arguments, budget_config, by_commas, load_model, progress, sampling_at
-from .parts.json_tasks import drawn_task
+from .harness import Method, Result, Row, Table, TextStudy, budget_config, grouped, option, sampling_at, total
+from .parts.json_tasks import JsonTask, drawn_task
 
 PLAIN = "plain"
 WITH, MASKS, WITHOUT, JSON_WITH, JSON_WITHOUT = "with", "masks alone", "without", "JSON, with", "JSON, without"
 COLUMNS = (WITH, MASKS, WITHOUT, JSON_WITH, JSON_WITHOUT)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tasks", type=int, default=40, help="drawn tasks")
-    parser.add_argument("--shown", type=int, default=1, help="objects in a prompt")
-    parser.add_argument("--temperatures", type=by_commas(float), default=[0.0, 0.8], help="by commas")
-    parser.add_argument("--budget", type=int, default=0, help="step tokens; 0: what pays on this machine")
-    parser.add_argument("--max-new-tokens", type=int, default=256)
-    add_model_arguments(parser)
+@dataclass(kw_only=True)
+class GrammarStudy(TextStudy):
+    """Four ways to decode drawn tasks."""
+
+    tasks: int = option(40, "drawn tasks")
+    shown: int = option(1, "objects in a prompt")
+    temperatures: list[float] = option([0.0, 0.8])
+    budget: int = option(0, "step tokens; 0: what pays on this machine")
+    SHARED = (*TextStudy.SHARED, "shown", "budget")
+
+    def rows(self) -> Iterable[Row]:
+        if self.tasks < 1 or self.shown < 0:
+            given = f"--tasks is {self.tasks}, --shown {self.shown}"
+            raise UserError(f"{given}; the first must be at least 1, the other 0")
+        tasks = [drawn_task(random.Random(f"task-{case}"), self.shown) for case in range(self.tasks)]
+        for temperature in self.temperatures:
+            for index, task in enumerate(tasks):
+                yield Row({"temperature": temperature, "index": index}, task)
+
+    @cached_property
+    def compiler(self) -> lp.GrammarCompiler:
+        """Makes grammars of schemas."""
+        return lp.GrammarCompiler(self.loaded.tokenizer, vocabulary_size(self.loaded.model))
+
+    def methods(self) -> Mapping[str, Method]:
+        lookahead = lp.LookaheadDecoder(self.loaded.model, budget_config(self.budget) if self.budget else None)
+        plain = lp.PlainDecoder(self.loaded.model)
+        eos = self.loaded.model.generation_config.eos_token_id
+        ends = [eos] if isinstance(eos, int) else list(eos or ())
+
+        def way(decoder: lp.Decoder, limits: Any) -> Method:
+            def method(row: Row) -> Result:
+                task: JsonTask = row.item
+                ids = self.ids(task.prompt)
+                given = limits(self.compiler.json_schema(task.schema), ids)
+                sampling = sampling_at(row.key["temperature"])
+                output = decoder.generate(ids, self.max_new_tokens, sampling, sequence=row.key["index"], **given)
+                return {
+                    "ids": output.tokens,
+                    "tokens": len(output.tokens),
+                    "steps": output.steps,
+                    "accepted": [step.accepted for step in output.step_stats],
+                    "ended": output.finish_reason == "eos",
+                    "decode_s": output.decode_s,
+                }
+
+            return method
+
+        def under(grammar: Grammar, ids: list[int]) -> dict[str, Any]:
+            return {"grammar": grammar}
+
+        def masked(grammar: Grammar, ids: list[int]) -> dict[str, Any]:
+            return {"logits_processor": [GrammarProcessor(grammar, ends, len(ids))]}
+
+        def free(grammar: Grammar, ids: list[int]) -> dict[str, Any]:
+            return {}
+
+        ways = {PLAIN: (plain, under), WITH: (lookahead, under), MASKS: (lookahead, masked), WITHOUT: (lookahead, free)}
+        return {name: way(decoder, limits) for name, (decoder, limits) in ways.items()}
+
+    def check(self, row: Row, results: list[Result]) -> None:
+        """Refuse texts that are not those of plain decoding under the same grammar."""
+        by_name = {result["method"]: result for result in results}
+        for name in (WITH, MASKS):
+            if name in by_name and by_name[name]["ids"] != by_name[PLAIN]["ids"]:
+                at = common(by_name[PLAIN]["ids"], by_name[name]["ids"])
+                raise RuntimeError(f"{name!r} differs from plain decoding at new token {at} behind {row.item.prompt!r}")
+
+    def tables(self, results: list[Result]) -> Iterable[Table]:
+        lines = []
+        for temperature, of in grouped(results, "temperature").items():
+            by_name = grouped(of, "method")
+            counts = {name: (total(by_name[name], "tokens"), total(by_name[name], "steps")) for name in COLUMNS[:3]}
+            pairs = [*zip(by_name[WITH], by_name[WITHOUT], strict=True)]
+            shared = [common(with_["ids"], without["ids"]) for with_, without in pairs]
+            for at, name in enumerate((JSON_WITH, JSON_WITHOUT)):
+                steps = sum(steps_to(pair[at]["accepted"], count) for pair, count in zip(pairs, shared, strict=True))
+                counts[name] = (sum(shared), steps)
+            cells = [f"{tokens / steps if steps else 0:.2f}" for tokens, steps in counts.values()]
+            time = total(by_name[WITH], "decode_s") / total(by_name[PLAIN], "decode_s")
+            ended = f"{total(by_name[WITH], 'ended')}/{len(pairs)}"
+            lines.append((f"{temperature:g}", ended, *cells, str(sum(shared)), f"{time:.2f} x"))
+        yield Table(("T", "ended", *COLUMNS, "JSON tokens", "time"), lines, "S")
 
 
-def run(args: argparse.Namespace) -> None:
-    if args.tasks < 1 or args.shown < 0:
-        raise UserError(f"--tasks is {args.tasks}, --shown {args.shown}; the first must be at least 1, the other 0")
-    loaded = load_model(args)
-    lookahead = lp.LookaheadDecoder(loaded.model, budget_config(args.budget) if args.budget else None)
-    plain = lp.PlainDecoder(loaded.model)
-    compiler = lp.GrammarCompiler(loaded.tokenizer, vocabulary_size(loaded.model))
-    lines, figures = [], []
-    for temperature in args.temperatures:
-        counts = {name: [0, 0.0] for name in COLUMNS}
-        ended, seconds = 0, {PLAIN: 0.0, WITH: 0.0}
-        for case in progress(range(args.tasks), "tasks"):
-            task = drawn_task(random.Random(f"task-{case}"), args.shown)
-            grammar = compiler.json_schema(task.schema)
-            ids = list(loaded.tokenizer(task.prompt)["input_ids"])
-            outputs = _outputs(lookahead, plain, ids, grammar, temperature, case, args.max_new_tokens)
-            check_tokens(outputs, task.prompt)
-            ended += outputs[WITH].finish_reason == "eos"
-            for name in seconds:
-                seconds[name] += outputs[name].decode_s
-            for name, tokens, steps in _measured(outputs):
-                counts[name][0] += tokens
-                counts[name][1] += steps
-        compression = {name: tokens / steps if steps else 0.0 for name, (tokens, steps) in counts.items()}
-        cells = [f"{compression[name]:.2f}" for name in COLUMNS]
-        time = seconds[WITH] / seconds[PLAIN]
-        ends = f"{ended}/{args.tasks}"
-        lines.append([f"{temperature:g}", ends, *cells, str(counts[JSON_WITH][0]), f"{time:.2f} x"])
-        found = {"ended": ended, "S": compression, "counts": counts, "decode_s": seconds}
-        figures.append({"temperature": temperature, **found})
-    budget = f"{args.budget} step tokens" if args.budget else "steps of what pays"
-    print(f"{args.model}, {args.dtype}, {args.threads} thread(s), {args.tasks} tasks, {args.shown} shown, {budget}: S")
-    print(markdown(("T", "ended", *COLUMNS, "JSON tokens", "time"), lines))
-    settings = {"model": args.model, "torch": torch.__version__, "shown": args.shown, "budget": args.budget}
-    print(json.dumps({**settings, "figures": figures}))
+def common(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens both texts begin with."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
-def _outputs(
-    lookahead: lp.LookaheadDecoder,
-    plain: lp.PlainDecoder,
-    ids: list[int],
-    grammar: Grammar,
-    temperature: float,
-    case: int,
-    most: int,
-) -> dict[str, lp.GenerationOutput]:
-    """Of the four ways to decode."""
-    eos = lookahead.model.generation_config.eos_token_id
-    ends = [eos] if isinstance(eos, int) else list(eos or ())
-    sampling = sampling_at(temperature)
-    masks = [GrammarProcessor(grammar, ends, len(ids))]
-    return {
-        PLAIN: plain.generate(ids, most, sampling, sequence=case, grammar=grammar),
-        WITH: lookahead.generate(ids, most, sampling, sequence=case, grammar=grammar),
-        MASKS: lookahead.generate(ids, most, sampling, sequence=case, logits_processor=masks),
-        WITHOUT: lookahead.generate(ids, most, sampling, sequence=case),
-    }
+def steps_to(accepted: Sequence[int], tokens: int) -> float:
+    """Steps to so many tokens; the last one counts as the part that they are of its tokens.
 
-
-def check_tokens(outputs: Mapping[str, lp.GenerationOutput], prompt: str) -> None:
-    """Refuse figures of texts that are not those of plain decoding under the same grammar.
-
-    Raises:
-        RuntimeError: the first token that differs.
+    Args:
+        accepted: draft tokens that each step accepted; it adds one more.
+        tokens: of the text's beginning.
     """
-    expected = outputs[PLAIN].tokens
-    for name in (WITH, MASKS):
-        found = outputs[name].tokens
-        if found != expected:
-            common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(expected, found, strict=False)))
-            raise RuntimeError(f"{name!r} differs from plain decoding at new token {common} behind {prompt!r}")
-
-
-def _measured(outputs: dict[str, lp.GenerationOutput]) -> Iterator[tuple[str, int, float]]:
-    """(column, tokens, steps)."""
-    for name in (WITH, MASKS, WITHOUT):
-        yield name, len(outputs[name].tokens), outputs[name].steps
-    pairs = zip(outputs[WITH].tokens, outputs[WITHOUT].tokens, strict=False)
-    common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-    yield JSON_WITH, common, steps_to(outputs[WITH], common)
-    yield JSON_WITHOUT, common, steps_to(outputs[WITHOUT], common)
-
-
-def steps_to(output: lp.GenerationOutput, tokens: int) -> float:
-    """Steps to so many tokens; of the last one, the part that they are of its tokens."""
     steps = 0.0
-    for step in output.step_stats:
-        added = step.accepted + 1
+    for each in accepted:
+        added = each + 1
         if added >= tokens:
             return steps + tokens / added
         tokens -= added

@@ -1,23 +1,22 @@
-"""What a journal costs a step: the time of its writes against that of the steps: docs/experiments/reliability.md.
+"""What a journal costs a step: the time of its writes against that of the steps.
 
 python scripts/tables.py journal_cost
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import tempfile
 import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import lp
-from launch.data.prompts import load_builtin
 from lp.engine.journal import Journal
 
-from ._common import add_model_arguments, load_model, median_and_range
+from .harness import Method, PromptStudy, Result, Row, Table, option, spread
 
 
 class TimedJournal(Journal):
@@ -33,27 +32,36 @@ class TimedJournal(Journal):
         self.write_s.append(time.perf_counter() - started)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser)
-    parser.add_argument("--limit", type=int, default=4, help="of the built-in prompts")
-    parser.add_argument("--max-new-tokens", type=int, default=256)
+@dataclass(kw_only=True)
+class JournalCost(PromptStudy):
+    """Prompts that are decoded with a journal."""
 
+    limit: int | None = option(4, "first prompts of the task")
 
-def run(args: argparse.Namespace) -> None:
-    loaded = load_model(args)
-    decoder = lp.LookaheadDecoder(loaded.model)
-    steps_s: list[float] = []
-    decoder.generate([1], 16)
-    with tempfile.TemporaryDirectory() as folder:
-        journal = TimedJournal(Path(folder) / "journal.jsonl", lp.ParallelContext())
-        for prompt in load_builtin(args.limit):
-            output = journal.generate(decoder, loaded.tokenizer(prompt.text)["input_ids"], args.max_new_tokens)
-            steps_s += [step.forward_s + step.exchange_s + step.host_s for step in output.step_stats]
-    share = sum(journal.write_s) / sum(steps_s)
-    write_us = 1e6 * median(journal.write_s)
-    step_ms = 1e3 * median(steps_s)
-    steps = median_and_range([1e3 * seconds for seconds in steps_s], 2, " ms")
-    lines = median_and_range([1e6 * seconds for seconds in journal.write_s], 1, " us")
-    print(f"{len(steps_s)} steps, median {steps}; a line {lines}; in all {share:.3%} of step time")
-    figures = {"steps": len(steps_s), "step_ms": step_ms, "write_us": write_us, "share": share}
-    print(json.dumps({"model": args.model, **figures}))
+    def rows(self) -> Iterable[Row]:
+        return self.prompt_rows()
+
+    @cached_property
+    def decoder(self) -> lp.LookaheadDecoder:
+        """The default decoder, warm."""
+        decoder = lp.LookaheadDecoder(self.loaded.model)
+        decoder.generate([1], 16)
+        return decoder
+
+    def methods(self) -> Mapping[str, Method]:
+        def journaled(row: Row) -> Result:
+            with tempfile.TemporaryDirectory() as folder:
+                journal = TimedJournal(Path(folder) / "journal.jsonl", lp.ParallelContext())
+                output = journal.generate(self.decoder, self.ids(row.item), self.max_new_tokens)
+            steps_s = [step.forward_s + step.exchange_s + step.host_s for step in output.step_stats]
+            return {"steps_s": steps_s, "write_s": journal.write_s}
+
+        return {"": journaled}
+
+    def tables(self, results: list[Result]) -> Iterable[Table]:
+        steps_s, write_s = ([each for result in results for each in result[name]] for name in ("steps_s", "write_s"))
+        step_ms = spread([1e3 * each for each in steps_s], 2)
+        write_us = spread([1e6 * each for each in write_s], 1)
+        share = f"{sum(write_s) / sum(steps_s):.3%}"
+        heads = ("steps", "a step, ms", "a line, us", "lines of step time")
+        yield Table(heads, [(str(len(steps_s)), step_ms, write_us, share)])

@@ -5,9 +5,8 @@ NPROC=2 bash torchrun.sh scripts.tables link
 
 from __future__ import annotations
 
-import argparse
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 import torch
 
@@ -15,17 +14,19 @@ from launch.bench.projection import Link
 from lp.errors import UserError
 from lp.parallel.context import ParallelContext
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """None."""
+from .harness import Command
 
 
-def run(args: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    context = ParallelContext.from_env()
-    if context.world_size == 1:
-        raise UserError("one rank has no other to gather from; NPROC=2 bash torchrun.sh scripts.tables link")
-    link = Link.measured(context, f"{context.world_size} ranks, {context.backend}, torch {torch.__version__}")
-    if context.is_main:
-        print(json.dumps(asdict(link)))
-    context.close()
+@dataclass(kw_only=True)
+class MeasureLink(Command):
+    """All ranks gather messages of two sizes."""
+
+    def run(self) -> None:
+        torch.set_num_threads(1)
+        context = ParallelContext.from_env()
+        self.stack.callback(context.close)
+        if context.world_size == 1:
+            raise UserError("one rank has no other to gather from; NPROC=2 bash torchrun.sh scripts.tables link")
+        link = Link.measured(context, f"{context.world_size} ranks, {context.backend}, torch {torch.__version__}")
+        if context.is_main:
+            print(json.dumps(asdict(link)))

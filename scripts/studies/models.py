@@ -1,4 +1,4 @@
-"""The tables of docs/reference/models.md, which it writes: every tiny model and every mapped type, run as the tests do.
+"""The tables of models, which it writes: every tiny model and every mapped type, run as the tests do.
 
     python scripts/tables.py models
 
@@ -7,20 +7,22 @@ Needs a clone: the models are those of the tests.
 
 from __future__ import annotations
 
-import argparse
+from dataclasses import dataclass
 
 import torch
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """None."""
+from .harness import Command
 
 
-def run(args: argparse.Namespace) -> None:
-    from tests.architectures import PAGE, page  # of the clone alone
-    from tests.mapped import mapped_page
+@dataclass(kw_only=True)
+class Models(Command):
+    """Writes a page."""
 
-    torch.set_num_threads(1)
-    for make_page in (page, mapped_page):  # each replaces its own part
-        PAGE.write_text(make_page(), encoding="utf-8")
-    print(PAGE.read_text(encoding="utf-8"))
+    def run(self) -> None:
+        from tests.architectures import PAGE, page  # of the clone alone
+        from tests.mapped import mapped_page
+
+        torch.set_num_threads(1)
+        for make_page in (page, mapped_page):  # each replaces its own part
+            PAGE.write_text(make_page(), encoding="utf-8")
+        print(PAGE.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""S by number of past requests whose outputs the pool remembers (pool.scope=session): docs/experiments/pool.md.
+"""S by number of past requests whose outputs the pool remembers (pool.scope=session).
 
     python scripts/tables.py pool_session texts.jsonl --task humaneval --past 0 1 10 60 --num-tokens 48
 
@@ -8,70 +8,78 @@ are the first ones of the task: what a measured text leaves in the pool is throw
 
 from __future__ import annotations
 
-import argparse
-import json
 import shutil
 import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import lp
-from launch.bench.summary import markdown
-from lp.models.loader import Loaded
 
-from ._common import add_model_arguments, budget_config, load_model, progress, sampling_at
+from .harness import Method, ModelStudy, Result, Row, Table, budget_config, compression, grouped, option, sampling_at
 from .parts.replay import Text, load_texts
 
 MEASURED = 20
 
 
+@dataclass(kw_only=True)
+class PoolSession(ModelStudy):
+    """Numbers of past requests by temperatures."""
+
+    texts: Path = option(help="JSONL of tables.py texts")
+    task: str = option("humaneval")
+    past: list[int] = option([0, 1, 10, 60])
+    temperatures: list[float] = option([0.0, 0.3, 0.8])
+    num_tokens: int = option(48, "most tokens a step")
+    mib: int = option(64, "of the pool")
+    SHARED = (*ModelStudy.SHARED, "task", "num_tokens", "mib")
+
+    def rows(self) -> Iterable[Row]:
+        texts = [text for text in load_texts(self.texts) if text.task == self.task]
+        for temperature in self.temperatures:
+            yield Row({"temperature": temperature}, [text for text in texts if text.temperature == temperature])
+
+    def methods(self) -> Mapping[str, Method]:
+        return {str(count): partial(self.behind, count) for count in self.past}
+
+    def behind(self, count: int, row: Row) -> Result:
+        """The last texts, each with a pool that remembers this many of the first."""
+        past, measured = row.item[:-MEASURED][:count], row.item[-MEASURED:]
+        with tempfile.TemporaryDirectory() as folder:
+            pool, copy = Path(folder, "pool"), Path(folder, "copy")
+            decoder = self.decoder(pool)
+            for text in past:
+                continue_text(decoder, text)
+            outputs = []
+            for text in measured:
+                if past:
+                    shutil.copy(pool, copy)
+                outputs.append(continue_text(self.decoder(copy), text))
+                copy.unlink()
+        return {
+            "tokens": sum(len(output.tokens) for output in outputs),
+            "steps": sum(output.steps for output in outputs),
+        }
+
+    def decoder(self, file: Path) -> lp.LookaheadDecoder:
+        """One whose pool is in a file."""
+        scope = lp.PoolScope.SESSION
+        config = budget_config(self.num_tokens, pool_scope=scope, pool_mib=self.mib, pool_file=str(file))
+        return lp.LookaheadDecoder(self.loaded.model, config)
+
+    def tables(self, results: list[Result]) -> Iterable[Table]:
+        lines = [
+            (f"T = {temperature:g}", *(f"{compression([result]):.2f}" for result in of))
+            for temperature, of in grouped(sorted(results, key=self.place), "temperature").items()
+        ]
+        yield Table(("past requests", *map(str, self.past)), lines)
+
+    def place(self, result: Result) -> int:
+        """The column of a result."""
+        return self.past.index(int(result["method"]))
+
+
 def continue_text(decoder: lp.Decoder, text: Text) -> lp.GenerationOutput:
+    """Decode as many tokens as a text has behind its prompt."""
     return decoder.generate(text.prompt, len(text.tokens), sampling_at(text.temperature), sequence=text.index)
-
-
-def session(loaded: Loaded, args: argparse.Namespace, file: Path) -> lp.LookaheadDecoder:
-    scope = lp.PoolScope.SESSION
-    config = budget_config(args.num_tokens, pool_scope=scope, pool_mib=args.mib, pool_file=str(file))
-    return lp.LookaheadDecoder(loaded.model, config)
-
-
-def compression(loaded: Loaded, past: list[Text], measured: list[Text], args: argparse.Namespace) -> float:
-    """S of the measured texts, each with a pool that remembers the past ones."""
-    tokens = 0
-    steps = 0
-    with tempfile.TemporaryDirectory() as folder:
-        pool = Path(folder, "pool")
-        copy = Path(folder, "copy")
-        decoder = session(loaded, args, pool)
-        for text in past:
-            continue_text(decoder, text)
-        for text in measured:
-            if past:
-                shutil.copy(pool, copy)
-            output = continue_text(session(loaded, args, copy), text)
-            copy.unlink()
-            tokens += len(output.tokens)
-            steps += output.steps
-    return tokens / steps
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("texts", type=Path)
-    parser.add_argument("--task", default="humaneval")
-    parser.add_argument("--past", type=int, nargs="+", default=[0, 1, 10, 60])
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.3, 0.8])
-    parser.add_argument("--num-tokens", type=int, default=48, help="most tokens a step")
-    parser.add_argument("--mib", type=int, default=64, help="of the pool")
-    add_model_arguments(parser)
-
-
-def run(args: argparse.Namespace) -> None:
-    loaded = load_model(args)
-    results: dict[str, dict[int, float]] = {}
-    for temperature in progress(args.temperatures, "temperatures"):
-        texts = [text for text in load_texts(args.texts) if (text.task, text.temperature) == (args.task, temperature)]
-        earlier, measured = texts[:-MEASURED], texts[-MEASURED:]
-        by_count = {count: compression(loaded, earlier[:count], measured, args) for count in args.past}
-        results[f"T = {temperature:g}"] = by_count
-    lines = [[name, *(f"{s:.2f}" for s in by_count.values())] for name, by_count in results.items()]
-    print(markdown(("past requests", *map(str, args.past)), lines))
-    print(json.dumps({"task": args.task, "num_tokens": args.num_tokens, "S": results}))

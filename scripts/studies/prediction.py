@@ -1,4 +1,4 @@
-"""S and time a token with a predicted text: the right one, an edited one, and none: docs/experiments/serving.md.
+"""S and time a token with a predicted text: the right one, an edited one, and none.
 
     python scripts/tables.py prediction --limit 8 --rounds 3
 
@@ -9,30 +9,17 @@ They take turns; the time of a text is the median over rounds, of its decode ste
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from statistics import median
 from typing import Any
 
-import torch
-
 import lp
-from launch.bench.summary import markdown
 from lp.errors import UserError
 
-from ._common import (
-    add_model_arguments,
-    add_prompt_arguments,
-    by_commas,
-    load_model,
-    load_prompts,
-    median_and_range,
-    progress,
-    sampling_at,
-)
+from .harness import Method, PromptStudy, Result, Row, Table, counts, grouped, option, sampling_at, spread, values
 
 WITHOUT, RIGHT, EDITED = "none", "right", "edited"
 LOW_COMPRESSION = 6.0  # S without a prediction, below which a text has much to gain
@@ -60,45 +47,6 @@ class Measured:
     compression: float
     decode_s: float
     accepted: float
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--temperatures", type=by_commas(float), default=[0.0, 0.8], help="by commas")
-    parser.add_argument("--edited", type=float, default=0.1, help="part of the text's tokens that is edited")
-    parser.add_argument("--edit-tokens", type=int, default=8, help="tokens of one edit")
-    parser.add_argument("--rounds", type=int, default=3)
-    add_prompt_arguments(parser, max_new_tokens=200)
-    add_model_arguments(parser)
-
-
-def run(args: argparse.Namespace) -> None:
-    if not 0 < args.edited <= 1 or args.edit_tokens < 1 or args.rounds < 1:
-        raise UserError(
-            f"--edited is {args.edited:g}, --edit-tokens {args.edit_tokens}, --rounds {args.rounds}; the first must be "
-            "above 0 and at most 1, the others at least 1"
-        )
-    loaded = load_model(args)
-    decoder = lp.LookaheadDecoder(loaded.model)
-    prompts = [list(loaded.tokenizer(prompt.text)["input_ids"]) for prompt in load_prompts(args)]
-    lines, figures = [], []
-    for temperature in args.temperatures:
-        texts = [
-            _measure(decoder, ids, index, temperature, args)
-            for index, ids in enumerate(progress(prompts, f"T = {temperature:g}"))
-        ]
-        for name in (WITHOUT, RIGHT, EDITED):
-            found = summary([text[name] for text in texts], [text[WITHOUT] for text in texts])
-            least = "-" if found["least_ratio"] is None else f"{found['least_ratio']:.2f}"
-            cells = [f"{found['compression']:.2f}", f"{found['ratio']:.2f}", least]
-            cells.append(median_and_range(found["time_ratios"], 2, " x"))
-            lines.append([f"{temperature:g}", name, *cells, f"{found['accepted']:.0%}"])
-            figures.append({"temperature": temperature, "prediction": name, **found})
-    print(
-        f"{args.model}, {args.dtype}, {args.threads} thread(s), {len(prompts)} texts of {args.max_new_tokens} tokens, "
-        f"{args.edited:.0%} edited in runs of {args.edit_tokens}, medians of {args.rounds}"
-    )
-    print(markdown(HEADS, lines))
-    print(json.dumps({"model": args.model, "torch": torch.__version__, "figures": figures}))
 
 
 def edited(tokens: Sequence[int], part: float, run: int, draws: random.Random) -> list[int]:
@@ -145,29 +93,77 @@ def _together(texts: Sequence[Measured]) -> float:
     return len(texts) / sum(1 / text.compression for text in texts)
 
 
-def _measure(
-    decoder: lp.LookaheadDecoder, ids: list[int], index: int, temperature: float, args: argparse.Namespace
-) -> dict[str, Measured]:
-    def generate(prediction: Sequence[int]) -> lp.GenerationOutput:
-        sampling = sampling_at(temperature)
-        return decoder.generate(
-            ids, args.max_new_tokens, sampling, eos_token_id=(), sequence=index, prediction=prediction
-        )
+@dataclass(kw_only=True)
+class Predictions(PromptStudy):
+    """Three predictions of each text."""
 
-    tokens = generate(()).tokens
-    changed = edited(tokens, args.edited, args.edit_tokens, random.Random(index))
-    outputs: dict[str, list[lp.GenerationOutput]] = {WITHOUT: [], RIGHT: [], EDITED: []}
-    for _ in range(args.rounds):
-        for name, prediction in ((WITHOUT, ()), (RIGHT, tokens), (EDITED, changed)):
-            output = generate(prediction)
-            if output.tokens != tokens:
-                raise RuntimeError(f"text {index}, prediction {name}: other tokens than without one")
-            outputs[name].append(output)
-    return {
-        name: Measured(
-            compression=median(output.compression for output in of_name),
-            decode_s=median(output.decode_s for output in of_name),
-            accepted=of_name[0].accepted_prediction / len(tokens),
-        )
-        for name, of_name in outputs.items()
-    }
+    temperatures: list[float] = option([0.0, 0.8])
+    edited: float = option(0.1, "part of the text's tokens that is edited")
+    edit_tokens: int = option(8, "tokens of one edit")
+    rounds: int = option(3)
+    max_new_tokens: int = option(200)
+    SHARED = (*PromptStudy.SHARED, "edited", "edit_tokens")
+
+    def rows(self) -> Iterable[Row]:
+        if not 0 < self.edited <= 1 or self.edit_tokens < 1 or self.rounds < 1:
+            given = f"--edited is {self.edited:g}, --edit-tokens {self.edit_tokens}, --rounds {self.rounds}"
+            raise UserError(f"{given}; the first must be above 0 and at most 1, the others at least 1")
+        for temperature in self.temperatures:
+            yield from self.prompt_rows(temperature=temperature)
+
+    def methods(self) -> Mapping[str, Method]:
+        decoder = cache(lambda: lp.LookaheadDecoder(self.loaded.model))
+
+        def generate(row: Row, prediction: Sequence[int]) -> lp.GenerationOutput:
+            given = {"eos_token_id": (), "sequence": row.key["index"], "prediction": prediction}
+            sampling = sampling_at(row.key["temperature"])
+            return decoder().generate(self.ids(row.item), self.max_new_tokens, sampling, **given)
+
+        @lru_cache(maxsize=1)
+        def tokens(**key: Any) -> list[int]:
+            return generate(Row(key, self.prompts[key["index"]].text), ()).tokens
+
+        def changed(row: Row) -> list[int]:
+            return edited(tokens(**row.key), self.edited, self.edit_tokens, random.Random(row.key["index"]))
+
+        predictions = {WITHOUT: lambda row: (), RIGHT: lambda row: tokens(**row.key), EDITED: changed}
+
+        def method(name: str) -> Method:
+            def predicted(row: Row) -> Result:
+                output = generate(row, predictions[name](row))
+                accepted = output.accepted_prediction / len(output.tokens)
+                return counts(output) | {"decode_s": output.decode_s, "accepted": accepted}
+
+            return predicted
+
+        return {name: method(name) for name in predictions}
+
+    def check(self, row: Row, results: list[Result]) -> None:
+        """Refuse texts that a prediction changes."""
+        for result in results:
+            if result["text"] != results[0]["text"]:
+                raise RuntimeError(f"text {row.key['index']}, prediction {result['method']}: other tokens")
+
+    def tables(self, results: list[Result]) -> Iterable[Table]:
+        lines = []
+        for temperature, of in grouped(results, "temperature").items():
+            texts = {
+                name: [_measured(each) for each in grouped(named, "index").values()]
+                for name, named in grouped(of, "method").items()
+            }
+            for name in (WITHOUT, RIGHT, EDITED):
+                found = summary(texts[name], texts[WITHOUT])
+                least = "-" if found["least_ratio"] is None else f"{found['least_ratio']:.2f}"
+                times = spread(found["time_ratios"], 2, " x")
+                cells = [f"{found['compression']:.2f}", f"{found['ratio']:.2f}", least, times]
+                lines.append([f"{temperature:g}", name, *cells, f"{found['accepted']:.0%}"])
+        yield Table(HEADS, lines)
+
+
+def _measured(rounds: list[Result]) -> Measured:
+    """All rounds of one text with one prediction."""
+    return Measured(
+        compression=median(each["tokens"] / each["steps"] for each in rounds),
+        decode_s=median(values(rounds, "decode_s")),
+        accepted=rounds[0]["accepted"],
+    )

@@ -1,4 +1,4 @@
-"""The smallest planted fault that the probe of a model refuses, by model: docs/experiments/exactness.md.
+"""What the probe of a model finds of planted faults: the smallest fault that it refuses, by model.
 
     python scripts/tables.py probe                            # every architecture of the tests, in bfloat16
     python scripts/tables.py probe --weights 20               # drawn weights of one architecture, outliers among them
@@ -11,16 +11,13 @@ faults do. Without --model it needs a clone: the models are those of the tests.
 
 from __future__ import annotations
 
-import argparse
-import json
 import warnings
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
 
 import torch
-from transformers import PreTrainedModel
 
-from launch.bench.summary import markdown
 from lp.errors import UserError
 from lp.models.loader import load
 from lp.models.probe import probed
@@ -28,54 +25,59 @@ from lp.models.runner import ModelRunner
 from lp.models.support import check_supported
 from lp.models.trial import PARENTS
 
-BACKENDS = ("sdpa", "eager", "flash")
+from .harness import Method, Result, Row, Study, Table, option
+
+BACKENDS = ["sdpa", "eager", "flash"]
+HEADS = ("model", "dtype", "attention", "fused", "honest step", "limit", "planted", "refused", "least refused")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", help="folder or hub name; the tests' models without it")
-    parser.add_argument("--weights", type=int, default=0, help="drawn sets of weights instead of architectures")
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16"])
-    parser.add_argument("--attention", nargs="+", default=BACKENDS, choices=BACKENDS)
+@dataclass(kw_only=True)
+class Probe(Study):
+    """Models by attention backends."""
 
+    model: str | None = option(None, "folder or hub name; the tests' models without it")
+    weights: int = option(0, "drawn sets of weights instead of architectures")
+    dtypes: list[str] = option(["bfloat16"])
+    attention: list[str] = option(BACKENDS, choices=BACKENDS)
+    SHARED = ()
 
-def run(args: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    rows = []
-    for name, dtype, model in _models(args):
-        for attention in args.attention:
-            if row := _row(name, dtype, model, attention):
-                rows.append(row)
-    heads = ("model", "dtype", "attention", "fused", "honest step", "limit", "planted", "refused", "least refused")
-    lines = [[str(row[head]) for head in (*heads, "largest missed")] for row in rows]
-    print(markdown((*heads, "largest missed"), lines))
-    print(json.dumps(rows))
-
-
-def _models(args: argparse.Namespace) -> Iterator[tuple[str, str, PreTrainedModel]]:
-    for dtype in args.dtypes:
-        if args.model:
-            yield args.model, dtype, load(args.model, dtype).model
-            continue
-        from tests.tiny_models import MATRIX, drawn_weights, tiny_config, tiny_model  # of the clone alone
-
-        if args.weights:
-            for seed in range(args.weights):
-                yield f"weights {seed}", dtype, drawn_weights(seed, getattr(torch, dtype))
-            continue
-        for arch in MATRIX:
-            try:
-                check_supported(tiny_config(arch))
-            except UserError:
+    def rows(self) -> Iterable[Row]:
+        for name in self.dtypes:
+            dtype = getattr(torch, name)
+            if self.model:
+                yield Row({"model": self.model, "dtype": name}, partial(_loaded, self.model, name))
                 continue
-            yield arch, dtype, tiny_model(arch, dtype=getattr(torch, dtype))
+            from tests.tiny_models import MATRIX, drawn_weights, tiny_config, tiny_model  # of the clone alone
+
+            for seed in range(self.weights):
+                yield Row({"model": f"weights {seed}", "dtype": name}, partial(drawn_weights, seed, dtype))
+            for arch in () if self.weights else MATRIX:
+                try:
+                    check_supported(tiny_config(arch))
+                except UserError:
+                    continue
+                yield Row({"model": arch, "dtype": name}, partial(tiny_model, arch, dtype=dtype))
+
+    def methods(self) -> Mapping[str, Method]:
+        torch.set_num_threads(1)
+        return {attention: partial(find, attention) for attention in self.attention}
+
+    def tables(self, results: list[Result]) -> Iterable[Table]:
+        heads = (*HEADS, "largest missed")
+        lines = [[str((result | {"attention": result["method"]})[head]) for head in heads] for result in results]
+        yield Table(heads, lines)
 
 
-def _row(name: str, dtype: str, model: PreTrainedModel, attention: str) -> dict[str, Any] | None:
+def _loaded(name: str, dtype: str) -> torch.nn.Module:
+    return load(name, dtype).model
+
+
+def find(attention: str, row: Row) -> Result | None:
     """What the probe finds; None where the model has no such attention."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            runner = ModelRunner(model, attention)
+            runner = ModelRunner(row.item(), attention)
         except UserError:
             return None
     with torch.inference_mode():
@@ -84,9 +86,6 @@ def _row(name: str, dtype: str, model: PreTrainedModel, attention: str) -> dict[
     refused = [effect for effect in effects if effect > found.limit]
     missed = [effect for effect in effects if effect <= found.limit]
     return {
-        "model": name,
-        "dtype": dtype,
-        "attention": attention,
         "fused": "yes" if runner.fused else "no",
         "honest step": f"{found.error:.1e}",
         "limit": f"{found.limit:.1e}",

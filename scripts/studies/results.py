@@ -1,4 +1,4 @@
-"""docs/experiments/results.md, made of the records of the benchmark and the scaling app in docs/experiments/results/.
+"""The page of results, which it writes from the records of the benchmark and the scaling app beside it.
 
     python scripts/tables.py results             # the page
     python scripts/tables.py results --measure   # measure everything again first, about ten minutes on two cores
@@ -8,12 +8,12 @@ Needs a clone.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 from launch.bench.records import load_records
@@ -22,8 +22,11 @@ from launch.bench.scaling_lines import errors, scaling_table
 from launch.bench.summary import caption, markdown, notes, ordered, short, table_of
 from launch.bench.totals import Total, totals
 
+from .harness import Command, option
+from .places import PLACES
+
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "experiments" / "results.md"
+PAGE = ROOT / PLACES["results"]
 DATA = ROOT / "docs" / "experiments" / "results"
 MEASURED = ("greedy", "sampled", "sweep", "scaling-wide", "scaling-demo")  # folders; the others are of other tables
 QUALITY = ("method", "perplexity", "distinct-1", "distinct-2", "distinct-4", "texts that differ from plain decoding's")
@@ -110,12 +113,14 @@ def measure() -> None:
             path.unlink()
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--measure", action="store_true", help="measure the records again first")
+@dataclass(kw_only=True)
+class Results(Command):
+    """Writes the page."""
 
+    measure: bool = option(False, "measure the records again first")
 
-def run(args: argparse.Namespace) -> None:
-    if args.measure:
-        measure()
-    PAGE.write_text(page(), encoding="utf-8")
-    print(PAGE.read_text(encoding="utf-8"))
+    def run(self) -> None:
+        if self.measure:
+            measure()
+        PAGE.write_text(page(), encoding="utf-8")
+        print(PAGE.read_text(encoding="utf-8"))

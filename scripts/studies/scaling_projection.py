@@ -13,10 +13,8 @@ docs/experiments/scaling.md.
 
 from __future__ import annotations
 
-import argparse
-import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -27,8 +25,8 @@ import torch
 
 import lp
 from launch.bench.ceilings import Work
+from launch.bench.plots import COLOURS, figure, look
 from launch.bench.projection import Link, Projection
-from launch.bench.summary import markdown
 from launch.config.builders import PLAIN
 from launch.config.schema import known_links
 from launch.data.shapes import SHAPES, shape_config, sketch
@@ -36,16 +34,14 @@ from lp.errors import UserError
 from lp.models.loader import Loaded
 from lp.parallel.thread_ranks import run_lockstep
 
-from ._common import add_model_arguments, append_result, by_commas, load_model, progress, read_results, sampling_at
+from .harness import Method, Result, ResultFile, Row, Table, grouped, option, progress, sampling_at
 from .parts.arithmetic import GPUS, StepTime
 from .parts.gpu_projection import GpuLine, LogLaw
-from .parts.projection_plot import projection_plot
-from .shares_compression import BUILTIN, add_set_arguments, decode_all, fixed_config, read_sets
+from .shares_compression import SetStudy, decode_all, fixed_config
 
-Result = dict[str, Any]
 PAPER, LP = "paper", "lookahead"
 PAPER_N = 5  # the paper's best for 7B
-BEGIN, END = "<!-- scaling_projection -->", "<!-- end of scaling_projection -->"
+KEY = ("method", "ranks", "budget", "temperature")
 NODE_GPUS = 8  # joined by the first link; more are joined by the second
 LINKS = ("nvlink", "infiniband")
 HEADS = (
@@ -54,36 +50,124 @@ HEADS = (
 )
 
 
-def measure_steps(loaded: Loaded, sets: dict[str, list[list[int]]], setting: Result) -> Result:
-    """Tokens and steps of one run over all sets, which are its S."""
-    temperature, new = setting["temperature"], setting["max_new_tokens"]
-    prompts = _in_turn(sets)
-    if setting["method"] == LP:
-        ranks = setting["ranks"]
-        outputs = run_lockstep(ranks, partial(decode_all, loaded, _config(setting), prompts, new, temperature))[0]
-    else:
-        decoder = _alone(loaded, setting)
-        outputs = [_decode(decoder, ids, new, temperature, index) for index, ids in enumerate(prompts)]
-    return {
-        "tokens": sum(len(output.tokens) for output in outputs),
-        "steps": sum(output.steps for output in outputs),
-    }
+@dataclass(kw_only=True)
+class ScalingProjection(SetStudy):
+    """S and host time of each number of ranks, on GPUs by arithmetic."""
 
+    results: Path = option(help="JSONL to write, or to go on with")
+    gpu: str = option("h200", choices=[*GPUS])
+    shape: str = option("llama2_7b", f"of {', '.join(SHAPES)}")
+    prefix: int = option(1024, "cached tokens")
+    ranks: list[int] = option([1, 2, 4, 8, 16, 32, 64])
+    budget: int = option(64, "B, step tokens of every rank")
+    alone: list[int] = option([32, 128, 192], "B that one GPU is tried with besides")
+    paper: list[int] = option([64, 128, 256, 512], "step tokens of the paper's method")
+    window: int = option(4, "columns for each rank but the first, with N = 2; half of B at most")
+    limit: int = option(4, "first prompts of every set")
+    temperatures: list[float] = option([0.0, 0.8], "0 is greedy")
+    timed: int = option(1, "prompts whose host time is measured")
+    rounds: int = option(3, "of host times; the least counts")
+    SHARED = ("model", "dtype", "threads", "window", "limit", "timed", "rounds", "max_new_tokens")
 
-def measure_hosts(loaded: Loaded, sets: dict[str, list[list[int]]], settings: Sequence[Result]) -> list[Result]:
-    """Host time of a step and the size of a message, of each setting, on the first prompts."""
-    hosts = [
-        [_Host.of(loaded, setting, ids, index) for index, ids in enumerate(_in_turn(sets)[: setting["timed"]])]
-        for setting in settings
-    ]
-    for _ in progress(range(max(setting["rounds"] for setting in settings)), "rounds of host times"):
-        for of_prompts in hosts:
-            for host in of_prompts:
-                host.time()
-    return [
-        {"host_s": fmean(host.seconds for host in of_prompts), "payload_bytes": of_prompts[0].payload_bytes}
-        for of_prompts in hosts
-    ]
+    turns = 1  # S is counted once
+
+    def shared(self) -> dict[str, Any]:
+        return super().shared() | {"sets": self.set_names}
+
+    def rows(self) -> Iterable[Row]:
+        """Every run, the cheap ones first."""
+        if 1 not in self.ranks:
+            raise UserError(f"--ranks is {self.ranks}; it needs 1, which the others are compared with")
+        runs = [(PLAIN, 1, 1), *((PAPER, 1, budget) for budget in self.paper)]
+        runs += sorted({*((LP, 1, each) for each in self.alone), *((LP, each, self.budget) for each in self.ranks)})
+        keys = [(*run, temperature) for run in runs for temperature in self.temperatures]
+        return [Row(dict(zip(KEY, key, strict=True))) for key in keys]
+
+    def methods(self) -> Mapping[str, Method]:
+        return {"": self.counted}
+
+    def counted(self, row: Row) -> Result:
+        """Tokens and steps of one run over all sets, which are its S."""
+        setting, prompts = row.key | self.shared(), [*enumerate(self.in_turn)]
+        if setting["method"] == LP:
+            decode = partial(decode_all, self, _config(setting), prompts, setting["temperature"])
+            outputs = run_lockstep(setting["ranks"], decode)[0]
+        else:
+            decoder = _alone(self.loaded, setting)
+            new, temperature = self.max_new_tokens, setting["temperature"]
+            outputs = [_decode(decoder, ids, new, temperature, index) for index, ids in prompts]
+        counts = {"tokens": sum(len(each.tokens) for each in outputs), "steps": sum(each.steps for each in outputs)}
+        return counts | {"torch": torch.__version__}
+
+    def measure(self) -> list[Result]:
+        """S of every run, then the host times of those that have none."""
+        super().measure()
+        file = ResultFile(self.results, self.shared())
+        found = file.by(KEY)
+        keys = [(*row.key.values(),) for row in self.rows()]
+        untimed = [key for key in keys if key in found and "host_s" not in found[key]]
+        for key, host in zip(untimed, self.hosts([found[key] for key in untimed]), strict=True):
+            file.add(dict(zip(KEY, key, strict=True)) | host)
+        found = file.by(KEY)
+        return [found[key] for key in keys]
+
+    def hosts(self, settings: Sequence[Result]) -> list[Result]:
+        """Host time of a step and the size of a message, of each setting, on the first prompts."""
+        if not settings:
+            return []
+        timed = [*enumerate(self.in_turn[: self.timed])]
+        hosts = [[_Host.of(self.loaded, each, ids, index) for index, ids in timed] for each in settings]
+        for _ in progress(range(self.rounds), "rounds of host times"):
+            for of_prompts in hosts:
+                for host in of_prompts:
+                    host.time()
+        return [
+            {"host_s": fmean(host.seconds for host in of_prompts), "payload_bytes": of_prompts[0].payload_bytes}
+            for of_prompts in hosts
+        ]
+
+    @property
+    def in_turn(self) -> list[list[int]]:
+        """The prompts: the first of every set first."""
+        return [ids for of_set in zip_longest(*self.prompt_ids.values()) for ids in of_set if ids]
+
+    def heading(self) -> str:
+        gpu = f"By arithmetic: {GPUS[self.gpu].name}, {self.shape} in bfloat16, {self.prefix} cached tokens."
+        window = f"N=2, W={self.window} (GPUs - 1), at most half of B."
+        links = f"{LINKS[0]} up to {NODE_GPUS} GPUs, then {LINKS[1]}."
+        return f"{gpu} S and host time: {self.model} model on a CPU, {window} {links}"
+
+    def series(self, results: list[Result]) -> dict[float, dict[str, list[GpuLine]]]:
+        """Lines of the GPUs, by temperature and method."""
+        config = shape_config(self.shape)
+        work, layers = Work.of(sketch(config, "bfloat16")), config.num_hidden_layers
+        step_time = partial(StepTime.of, GPUS[self.gpu], work, layers, prefix=self.prefix)
+        links = {name: Link(**vars(link)) for name, link in known_links().items()}
+        return {
+            temperature: {
+                method: [project(result, step_time, links) for result in found]
+                for method, found in grouped(of, "method").items()
+            }
+            for temperature, of in grouped(results, "temperature").items()
+        }
+
+    def tables(self, results: list[Result]) -> Iterable[Table]:
+        for temperature, lines in self.series(results).items():
+            (plain,) = lines[PLAIN]
+            alone = sorted((line for line in lines[LP] if line.ranks == 1), key=lambda line: line.budget)
+            ours = [line for line in lines[LP] if line.budget == self.budget]
+            best = max(alone, key=lambda line: line.tokens_per_s)
+            speeds = ", ".join(f"{line.tokens_per_s:.0f} with B = {line.budget}" for line in alone)
+            note = f"One GPU, tokens/s: plain decoding {plain.tokens_per_s:.0f}; {speeds}.\n"
+            note += f"Law: {LogLaw.of(ours)}; the paper's method on one rank: {LogLaw.of(lines[PAPER])}."
+            yield Table(HEADS, cells(ours, plain, best), f"T = {temperature:g}, B = {self.budget}", note)
+
+    def draw(self, results: list[Result], path: Path) -> None:
+        drawn: dict[str, list[GpuLine]] = {}
+        for temperature, lines in self.series(results).items():
+            drawn[f"T = {temperature:g}"] = [line for line in lines[LP] if line.budget == self.budget]
+            drawn[f"T = {temperature:g}, paper"] = lines[PAPER]
+        projection_plot(drawn, self.heading(), path)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -122,11 +206,6 @@ class _Host:
     @property
     def payload_bytes(self) -> int:
         return self.projection.recorded.payload_bytes if self.projection else 0
-
-
-def _in_turn(sets: dict[str, list[list[int]]]) -> list[list[int]]:
-    """The prompts: the first of every set first."""
-    return [ids for of_set in zip_longest(*sets.values()) for ids in of_set if ids]
 
 
 def _config(setting: Result) -> lp.LookaheadConfig:
@@ -175,96 +254,35 @@ def cells(lines: Sequence[GpuLine], plain: GpuLine, best: GpuLine) -> list[list[
     return found
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("results", type=Path, help="JSONL to write, or to go on with")
-    parser.add_argument("--figure", type=Path, help="PNG to draw")
-    parser.add_argument("--page", type=Path, help="Markdown whose part between two comments the tables replace")
-    parser.add_argument("--gpu", choices=[*GPUS], default="h200")
-    parser.add_argument("--shape", choices=[*SHAPES], default="llama2_7b", metavar="NAME", help="of conf's models")
-    parser.add_argument("--prefix", type=int, default=1024, help="cached tokens")
-    parser.add_argument("--ranks", type=by_commas(int), default=[1, 2, 4, 8, 16, 32, 64], help="by commas")
-    parser.add_argument("--budget", type=int, default=64, help="B, step tokens of every rank")
-    parser.add_argument(
-        "--alone", type=by_commas(int), default=[32, 128, 192], help="B that one GPU is tried with besides"
-    )
-    parser.add_argument(
-        "--paper", type=by_commas(int), default=[64, 128, 256, 512], help="step tokens of the paper's method"
-    )
-    parser.add_argument(
-        "--window", type=int, default=4, help="columns for each rank but the first, with N = 2; half of B at most"
-    )
-    add_set_arguments(parser, limit=4, temperatures=[0.0, 0.8])
-    parser.add_argument("--timed", type=int, default=1, help="prompts whose host time is measured")
-    parser.add_argument("--rounds", type=int, default=3, help="of host times; the least counts")
-    add_model_arguments(parser)
-
-
-def settings(args: argparse.Namespace) -> list[Result]:
-    """Every run, the cheap ones first."""
-    runs = [(PLAIN, 1, 1), *((PAPER, 1, budget) for budget in args.paper)]
-    runs += sorted({*((LP, 1, budget) for budget in args.alone), *((LP, ranks, args.budget) for ranks in args.ranks)})
-    shared = {"model": args.model, "dtype": args.dtype, "threads": args.threads, "window": args.window}
-    shared |= {"sets": args.sets if args.data else [BUILTIN], "limit": args.limit, "timed": args.timed}
-    shared |= {"rounds": args.rounds, "max_new_tokens": args.max_new_tokens}
-    return [
-        {"method": method, "ranks": ranks, "budget": budget, "temperature": temperature} | shared
-        for method, ranks, budget in runs
-        for temperature in args.temperatures
-    ]
-
-
-def run(args: argparse.Namespace) -> None:
-    if 1 not in args.ranks:
-        raise UserError(f"--ranks is {args.ranks}; it needs 1, which the others are compared with")
-    asked = settings(args)
-    uncounted = [setting for setting in asked if "steps" not in _result(setting, args.results)]
-    untimed = [setting for setting in asked if "host_s" not in _result(setting, args.results)]
-    if uncounted or untimed:
-        loaded = load_model(args)
-        sets = read_sets(args, loaded)
-    for setting in progress(uncounted, "settings"):
-        append_result(args.results, setting | measure_steps(loaded, sets, setting) | {"torch": torch.__version__})
-    if untimed:
-        for setting, host in zip(untimed, measure_hosts(loaded, sets, untimed), strict=True):
-            append_result(args.results, setting | host)
-    results = [_result(setting, args.results) for setting in asked]
-    config = shape_config(args.shape)
-    work, layers = Work.of(sketch(config, "bfloat16")), config.num_hidden_layers
-    step_time = partial(StepTime.of, GPUS[args.gpu], work, layers, prefix=args.prefix)
-    links = {name: Link(**vars(link)) for name, link in known_links().items()}
-    source = f"By arithmetic: {GPUS[args.gpu].name}, {args.shape} in bfloat16, {args.prefix} cached tokens. S and host "
-    source += f"time: {args.model} model on a CPU, N=2, W={args.window} (GPUs - 1), at most half of B. "
-    source += f"{LINKS[0]} up to {NODE_GPUS} GPUs, then {LINKS[1]}."
-    text = source + "\n"
-    series: dict[str, list[GpuLine]] = {}
-    for temperature in args.temperatures:
-        by_method: dict[str, list[GpuLine]] = {PLAIN: [], PAPER: [], LP: []}
-        for result in results:
-            if result["temperature"] == temperature:
-                by_method[result["method"]].append(project(result, step_time, links))
-        (plain,), paper, ours = by_method.values()
-        alone = sorted((line for line in ours if line.ranks == 1), key=lambda line: line.budget)
-        lines = [line for line in ours if line.budget == args.budget]
-        best = max(alone, key=lambda line: line.tokens_per_s)
-        text += f"\nT = {temperature:g}, B = {args.budget}\n\n{markdown(HEADS, cells(lines, plain, best))}\n"
-        speeds = ", ".join(f"{line.tokens_per_s:.0f} with B = {line.budget}" for line in alone)
-        text += f"One GPU, tokens/s: plain decoding {plain.tokens_per_s:.0f}; {speeds}.\n"
-        text += f"Law: {LogLaw.of(lines)}; the paper's method on one rank: {LogLaw.of(paper)}.\n"
-        series |= {f"T = {temperature:g}": lines, f"T = {temperature:g}, paper": paper}
-    print(text)
-    if args.page:
-        before, _, after = args.page.read_text(encoding="utf-8").partition(BEGIN)
-        args.page.write_text(f"{before}{BEGIN}\n{text}{END}{after.partition(END)[2]}", encoding="utf-8")
-    if args.figure:
-        projection_plot(series, source, args.figure)
-    figures = {name: [asdict(line) for line in lines] for name, lines in series.items()}
-    print(json.dumps({"gpu": args.gpu, "shape": args.shape, "series": figures}))
-
-
-def _result(setting: Result, path: Path) -> Result:
-    """The setting with all that the file has of it."""
-    found = setting
-    for line in read_results(path):
-        if setting.items() <= line.items():
-            found = found | line
-    return found
+def projection_plot(series: Mapping[str, Sequence[GpuLine]], caption: str, path: Path) -> Path:
+    """S with its law, by series; of those with several GPUs the speed over one, and of the last the parts of a step."""
+    scaled = {name: lines for name, lines in series.items() if len({line.ranks for line in lines}) > 1}
+    with figure(path, caption, 6.4, 3) as (_, (upper, middle, lower)):
+        for number, (name, lines) in enumerate(series.items()):
+            law = LogLaw.of(lines)
+            tokens = [line.step_tokens for line in lines]
+            hollow = look(number, f"{name}: {law}") | {"markerfacecolor": "none"}
+            upper.plot(tokens, [line.compression for line in lines], **hollow | {"linestyle": "none"})
+            upper.plot(tokens, [law.compression(count) for count in tokens], color=hollow["color"])
+            if name in scaled:
+                ratios = [line.tokens_per_s / lines[0].tokens_per_s for line in lines]
+                middle.plot([line.ranks for line in lines], ratios, **hollow | {"linestyle": "--", "label": name})
+        last, lines = list((scaled or series).items())[-1]
+        bottom = [0.0] * len(lines)
+        for part, colour in zip(dict.fromkeys(part for line in lines for part in line.parts), COLOURS, strict=False):
+            heights = [1e3 * line.parts.get(part, 0.0) for line in lines]
+            bars: dict[str, Any] = {"color": colour, "label": part, "hatch": "////", "edgecolor": "white"}
+            lower.bar([str(line.ranks) for line in lines], heights, 0.7, bottom, **bars)
+            bottom = [start + height for start, height in zip(bottom, heights, strict=True)]
+        step_tokens = {line.step_tokens for each in series.values() for line in each}
+        for axes, numbers in ((upper, sorted(step_tokens)), (middle, [line.ranks for line in lines])):
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(numbers, map(str, numbers))
+            axes.set_ylim(0, None)
+        upper.set(xlabel="tokens a step, of all ranks", ylabel="S", ylim=(0, 1.5 * upper.get_ylim()[1]))
+        middle.set(xlabel="GPUs (by arithmetic)", ylabel="speed over 1 GPU (x)", ylim=(0, 1.1 * middle.get_ylim()[1]))
+        lower.set(xlabel=f"GPUs (by arithmetic), {last}", ylabel="ms a step", ylim=(0, 1.3 * max(bottom)))
+        upper.legend(loc="upper left")
+        middle.legend()
+        lower.legend(loc="upper left", ncols=4)
+    return path

@@ -1,4 +1,4 @@
-"""launch.serve under load, and beside `transformers serve` with the same model: docs/experiments/serving.md.
+"""launch.serve under load, and beside `transformers serve` with the same model.
 
     python scripts/tables.py serve_load --requests 500 --clients 16 --rounds 5
 
@@ -11,41 +11,36 @@ servers, those of transformers[serving].
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
-import torch
 
 from launch import cli
-from launch.bench.summary import markdown
-from launch.data.prompts import Prompt
 from lp.errors import UserError
 from lp.models.loader import DEMO_MODEL
 from lp.optional import is_installed
 
-from ._common import add_prompt_arguments, load_prompts, median_and_range
-from .parts.endurance import resident_bytes
-from .parts.load import Answer, Request, draw_requests, send_all
+from .harness import Method, PromptStudy, Result, Row, Table, grouped, option, ratios, spread, values
+from .parts.load import Request, draw_requests, send_all
+from .parts.soak import resident_bytes
 
 OURS, TRANSFORMERS = "launch.serve", "transformers serve"
 BATCHING = "--continuous-batching"  # of transformers serve, which without it answers one request after the other
 PACKAGES = ("fastapi", "uvicorn", "typer", "accelerate")  # of transformers[serving], beside openai
 MEMORY_POINTS = 5  # of the load
 START_S = 300  # for a server to load its model
-HEADS = ("server", "clients", "tokens/s", "first token, p50", "p99", "request, p50", "p99")
 MIB = 1 << 20
 
 
@@ -66,69 +61,134 @@ class Server:
     client: Any
 
 
-@dataclass(frozen=True)
-class Round:
-    """The streams of one server in one round.
+@dataclass(kw_only=True)
+class ServeLoad(PromptStudy):
+    """Servers by numbers of clients."""
 
-    Args:
-        answers: to them.
-        wall_s: seconds of them all.
-    """
+    requests: int = option(500, "of the load; 0 leaves it out")
+    clients: int = option(16, "of the load, and of the second comparison")
+    streams: int = option(3, "of each client in a round of the comparison")
+    rounds: int = option(5, "of the comparison; 0 leaves it out")
+    ours: list[str] = option([], "overrides of launch.serve")
+    max_new_tokens: int = option(96)
+    WARM_UP = 1
 
-    answers: list[Answer]
-    wall_s: float
+    def run(self) -> None:
+        if not is_installed("openai"):
+            raise UserError("serve_load needs the client openai; pip install openai")
+        if self.requests:
+            print(self.load(self.servers[0]))
+        if self.rounds:
+            super().run()
 
-    @property
-    def tokens_per_s(self) -> float:
-        return sum(answer.tokens for answer in self.answers) / self.wall_s
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="demo", help="folder or demo")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--threads", type=int, default=1, help="of each server")
-    parser.add_argument("--requests", type=int, default=500, help="of the load; 0 leaves it out")
-    parser.add_argument("--clients", type=int, default=16, help="of the load, and of the second comparison")
-    parser.add_argument("--streams", type=int, default=3, help="of each client in a round of the comparison")
-    parser.add_argument("--rounds", type=int, default=5, help="of the comparison; 0 leaves it out")
-    parser.add_argument("--ours", nargs="*", default=[], help="overrides of launch.serve")
-    add_prompt_arguments(parser, max_new_tokens=96)
-
-
-def run(args: argparse.Namespace) -> None:
-    if not is_installed("openai"):
-        raise UserError("serve_load needs the client openai; pip install openai")
-    folder = str(DEMO_MODEL if args.model == "demo" else Path(args.model).resolve())
-    prompts = load_prompts(args)
-    figures: dict[str, Any] = {"model": args.model, "torch": torch.__version__}
-    with ExitStack() as servers:
-        ours = servers.enter_context(launch_serve(folder, args))
-        if args.requests:
-            figures["load"] = load(ours, [prompt.text for prompt in prompts], args)
-        if not args.rounds:
-            return
-        compared = [ours]
+    @cached_property
+    def servers(self) -> list[Server]:
+        """Ours, and transformers' where its packages are installed."""
+        folder = str(DEMO_MODEL if self.model == "demo" else Path(self.model).resolve())
+        app = [sys.executable, "-m", cli.__name__, "serve", "port=0", "model=hf", f"model.name={folder}"]
+        command = [*app, f"model.dtype={self.dtype}", *self.ours]
+        found = [self.stack.enter_context(process(OURS, Path(folder).name, command, self.threads))]
         missing = [package for package in PACKAGES if not is_installed(package)]
-        if missing:
+        if missing and self.rounds:
             print(f"no {TRANSFORMERS}: it needs {', '.join(missing)}; pip install 'transformers[serving]'")
-        else:
+        elif self.rounds:
+            app = [sys.executable, "-m", "transformers.cli.transformers", "serve", folder, "--host", "127.0.0.1"]
+            command = [*app, "--port", "0", "--dtype", self.dtype, "--device", "cpu"]
             for options in ([], [BATCHING]):
-                compared.append(servers.enter_context(transformers_serve(folder, options, args)))
-        figures["compared"] = compare(compared, prompts, args)
-    print(json.dumps(figures))
+                name = " ".join([TRANSFORMERS, *options])
+                found.append(self.stack.enter_context(process(name, folder, [*command, *options], self.threads)))
+        return found
 
+    def rows(self) -> Iterable[Row]:
+        return [Row({"clients": clients}) for clients in (1, self.clients)]
 
-def launch_serve(folder: str, args: argparse.Namespace) -> Any:
-    """Our server."""
-    app = [sys.executable, "-m", cli.__name__, "serve", "port=0", "model=hf", f"model.name={folder}"]
-    return process(OURS, Path(folder).name, [*app, f"model.dtype={args.dtype}", *args.ours], args.threads)
+    def methods(self) -> Mapping[str, Method]:
+        return {server.name: self.serving(server) for server in self.servers}
 
+    def serving(self, server: Server) -> Method:
+        """Streams of a server; another one than ours that fails gets no more of them.
 
-def transformers_serve(folder: str, options: Sequence[str], args: argparse.Namespace) -> Any:
-    """The other one, with these options."""
-    app = [sys.executable, "-m", "transformers.cli.transformers", "serve", folder, "--host", "127.0.0.1", "--port", "0"]
-    command = [*app, "--dtype", args.dtype, "--device", "cpu", *options]
-    return process(" ".join([TRANSFORMERS, *options]), folder, command, args.threads)
+        Raises:
+            RuntimeError: ours failed.
+        """
+        failed: dict[int, str] = {}
+        sent: dict[int, int] = {}
+
+        def method(row: Row) -> Result:
+            clients = row.key["clients"]
+            if clients in failed:
+                return {"failed": failed[clients]}
+            number = sent[clients] = sent.get(clients, -1) + 1
+            streams = [self.stream(server, number, index) for index in range(clients * self.streams)]
+            answers, wall_s = send_all(server.client, streams, clients)
+            failures = [answer.failure for answer in answers if answer.failure]
+            if failures and server is self.servers[0]:
+                raise RuntimeError(f"{server.name} failed: {failures[0]}")
+            if failures:
+                failed[clients] = failures[0]
+                return {"failed": failures[0]}
+            return {
+                "seconds": wall_s,
+                "tokens": sum(answer.tokens for answer in answers),
+                "first_s": [answer.first_s for answer in answers if answer.first_s is not None],
+                "request_s": [answer.total_s for answer in answers],
+            }
+
+        return method
+
+    def stream(self, server: Server, number: int, index: int) -> Request:
+        """A greedy stream whose beginning no other one has."""
+        fields = {
+            "model": server.model,
+            "prompt": f"# {number}.{index}\n{self.prompts[index % len(self.prompts)].text}",
+            "max_tokens": self.max_new_tokens,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        return Request(fields=fields)
+
+    def load(self, server: Server) -> str:
+        """Many requests of all kinds: failures that are not the client's, and memory."""
+        requests = draw_requests(server.model, [prompt.text for prompt in self.prompts], self.requests)
+        memory = [resident_bytes(server.pid)]
+        points = {self.requests * point // MEMORY_POINTS for point in range(1, MEMORY_POINTS + 1)}
+
+        def on_answer(count: int) -> None:
+            if count in points:
+                memory.append(resident_bytes(server.pid))
+
+        answers, wall_s = send_all(server.client, requests, self.clients, on_answer)
+        failures = [answer.failure for answer in answers if answer.failure]
+        malformed = sum(request.malformed for request in requests)
+        left = sum(request.leaves_after is not None and not request.malformed for request in requests)
+        mib = [None if each is None else round(each / MIB) for each in memory]
+        every = self.requests // MEMORY_POINTS
+        lines = [
+            f"{server.name}, {self.model}, {self.clients} clients: {len(requests)} requests in {wall_s:.1f} s, of them "
+            f"{malformed} malformed and {left} whose clients leave; {len(failures)} failures that are not the client's",
+            *(f"  {failure}" for failure in failures[:5]),
+            f"resident MiB of the server before, and after every {every} requests: {mib}\n",
+        ]
+        return "\n".join(lines)
+
+    def tables(self, results: list[Result]) -> Iterable[Table]:
+        heads = ("server", "clients", "tokens/s", "first token, p50", "p99", "request, p50", "p99")
+        lines, notes = [], []
+        for clients, of in grouped(results, "clients").items():
+            by_server = {server.name: grouped(of, "method")[server.name] for server in self.servers}
+            ours = by_server[self.servers[0].name]
+            for name, found in by_server.items():
+                if failed := [each["failed"] for each in found if "failed" in each]:
+                    notes.append(f"{name}, {clients} clients: failed ({failed[0]})")
+                    lines.append([name, str(clients), "failed", *["-"] * (len(heads) - 3)])
+                    continue
+                speeds, our_speeds = (ratios(values(each, "tokens"), values(each)) for each in (found, ours))
+                times = f", {median(ratios(our_speeds, speeds)):.2f} x" * (found is not ours)
+                first, whole = ([s for each in found for s in each[part]] for part in ("first_s", "request_s"))
+                quantile_ms = (f"{1e3 * each:.0f} ms" for each in (*quantiles(first), *quantiles(whole)))
+                lines.append([name, str(clients), spread(speeds) + times, *quantile_ms])
+        yield Table(heads, lines, f"x is how many times as fast {OURS} is", "\n".join(notes))
 
 
 @contextmanager
@@ -171,91 +231,6 @@ def address(started: subprocess.Popen[str], log: Any) -> str:
             break
         time.sleep(0.1)
     raise RuntimeError(f"{' '.join(map(str, started.args))} does not listen:\n{text[-2000:]}")  # type: ignore[arg-type]
-
-
-def load(server: Server, prompts: Sequence[str], args: argparse.Namespace) -> dict[str, Any]:
-    """Many requests of all kinds: failures that are not the client's, and memory."""
-    requests = draw_requests(server.model, prompts, args.requests)
-    memory = [resident_bytes(server.pid)]
-    points = {args.requests * point // MEMORY_POINTS for point in range(1, MEMORY_POINTS + 1)}
-
-    def on_answer(count: int) -> None:
-        if count in points:
-            memory.append(resident_bytes(server.pid))
-
-    answers, wall_s = send_all(server.client, requests, args.clients, on_answer)
-    failures = [answer.failure for answer in answers if answer.failure]
-    malformed = sum(request.malformed for request in requests)
-    left = sum(request.leaves_after is not None and not request.malformed for request in requests)
-    print(
-        f"{server.name}, {args.model}, {args.clients} clients: {len(requests)} requests in {wall_s:.1f} s, of them "
-        f"{malformed} malformed and {left} whose clients leave; {len(failures)} failures that are not the client's"
-    )
-    for failure in failures[:5]:
-        print(f"  {failure}")
-    mib = [None if each is None else round(each / MIB) for each in memory]
-    print(f"resident MiB of the server before, and after every {args.requests // MEMORY_POINTS} requests: {mib}\n")
-    return {"failures": failures, "wall_s": wall_s, "resident_mib": mib}
-
-
-def compare(servers: Sequence[Server], prompts: Sequence[Prompt], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The same streams for all servers, in turn. Another one that fails gets a line that says so, and no more streams.
-
-    Raises:
-        RuntimeError: ours failed.
-    """
-    lines, figures = [], []
-    for clients in (1, args.clients):
-        rounds: dict[str, list[Round]] = {server.name: [] for server in servers}
-        failed: dict[str, str] = {}
-        for number in range(args.rounds + 1):
-            for server in servers[:: 1 if number % 2 else -1]:
-                if server.name in failed:
-                    continue
-                streams = [stream(server, prompts, number, index, args) for index in range(clients * args.streams)]
-                measured = Round(*send_all(server.client, streams, clients))
-                if failures := [answer.failure for answer in measured.answers if answer.failure]:
-                    if server is servers[0]:
-                        raise RuntimeError(f"{server.name} failed: {failures[0]}")
-                    failed[server.name] = failures[0]
-                elif number:  # the one before them warms up
-                    rounds[server.name].append(measured)
-        for server in servers:
-            if server.name in failed:
-                print(f"{server.name}, {clients} clients: failed ({failed[server.name]})")
-                lines.append([server.name, str(clients), "failed", *["-"] * (len(HEADS) - 3)])
-                figures.append({"server": server.name, "clients": clients, "failed": failed[server.name]})
-                continue
-            speeds = [each.tokens_per_s for each in rounds[server.name]]
-            ratios = [ours.tokens_per_s / speed for ours, speed in zip(rounds[servers[0].name], speeds, strict=True)]
-            answers = [answer for each in rounds[server.name] for answer in each.answers]
-            first = quantiles([answer.first_s for answer in answers if answer.first_s is not None])
-            whole = quantiles([answer.total_s for answer in answers])
-            speed = median_and_range(speeds) + f", {median(ratios):.2f} x" * (server is not servers[0])
-            lines.append([server.name, str(clients), speed, *(f"{1e3 * each:.0f} ms" for each in (*first, *whole))])
-            figures.append(
-                {"server": server.name, "clients": clients, "speeds": speeds, "first_s": first, "request_s": whole}
-            )
-    print(
-        f"{args.model}, {args.dtype}, {args.threads} thread(s) a server, {args.max_new_tokens} new tokens, greedy, "
-        f"{args.streams} streams a client and round, medians of {args.rounds} rounds (least to most); x is how many "
-        f"times as fast {OURS} is"
-    )
-    print(markdown(HEADS, lines))
-    return figures
-
-
-def stream(server: Server, prompts: Sequence[Prompt], number: int, index: int, args: argparse.Namespace) -> Request:
-    """A greedy stream whose beginning no other one has."""
-    fields = {
-        "model": server.model,
-        "prompt": f"# {number}.{index}\n{prompts[index % len(prompts)].text}",
-        "max_tokens": args.max_new_tokens,
-        "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    return Request(fields=fields)
 
 
 def quantiles(seconds: Sequence[float]) -> tuple[float, float]:

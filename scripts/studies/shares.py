@@ -1,4 +1,4 @@
-"""How a step is shared among ranks, by their number: docs/design/lookahead-parallelism.md.
+"""How a step is shared among ranks, by their number.
 
     python scripts/tables.py shares 15 5 15             # W N G: the table for 1..64 ranks
     python scripts/tables.py shares 5 4 2 --ranks 2     # which of 2 ranks computes each node of the window
@@ -8,8 +8,8 @@ W and G are of the whole step, as in a fixed budget. No rank has tokens to catch
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
 import lp
@@ -17,6 +17,8 @@ from launch.bench.summary import markdown
 from lp.draft.share import step_tokens
 from lp.draft.window import WindowSlice, slice_window
 from lp.parallel.message import MessageShape
+
+from .harness import Command, option
 
 RANKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
@@ -71,13 +73,16 @@ def has_node(own: WindowSlice, level: int, j: int) -> bool:
     return j < own.level_0_nodes if level == 0 else own.first <= j < own.end
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    for name, meaning in (("W", "columns"), ("N", "tokens of an n-gram"), ("G", "of G x (N - 1) draft tokens")):
-        parser.add_argument(name, type=int, help=meaning)
-    parser.add_argument("--num-logits", type=int, default=16, help="K, top-k logits of a node in the messages")
-    parser.add_argument("--ranks", type=int, help="print the window on this many ranks, not the table")
+@dataclass(kw_only=True)
+class Shares(Command):
+    """Prints one of two tables."""
 
+    W: int = option(help="columns")
+    N: int = option(help="tokens of an n-gram")
+    G: int = option(help="of G x (N - 1) draft tokens")
+    num_logits: int = option(16, "K, top-k logits of a node in the messages")
+    ranks: int | None = option(None, "print the window on this many ranks, not the table")
 
-def run(args: argparse.Namespace) -> None:
-    shape = args.W, args.N, args.G
-    print(figure(*shape, args.ranks) if args.ranks else table(*shape, args.num_logits))
+    def run(self) -> None:
+        shape = self.W, self.N, self.G
+        print(figure(*shape, self.ranks) if self.ranks else table(*shape, self.num_logits))

@@ -1,93 +1,31 @@
-"""S of R ranks with B tokens each against S of one rank with R x B: docs/experiments/scaling.md.
+"""S of R ranks with B tokens each against S of one rank with R x B.
 
     python scripts/tables.py shares_compression --data data --sets humaneval,gsm8k --ranks 8 --budget 64
 
 The sets are JSONL files of prompts in the folder --data, the built-in prompts without it. Ranks are threads of this
-process, so their speed says nothing. Prints a Markdown table a temperature and ends with one JSON line.
+process, so their speed says nothing.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import lp
-from launch.bench.summary import markdown
 from launch.data.prompts import load_builtin, load_jsonl
 from lp.errors import UserError
-from lp.models.loader import Loaded, context_limit
+from lp.models.loader import context_limit
 from lp.parallel.thread_ranks import run_lockstep
 
-from ._common import add_model_arguments, by_commas, load_model, progress, sampling_at
+from .harness import Method, Result, Row, Table, TextStudy, compression, grouped, option, sampling_at, total
 
 BUILTIN = "built-in"
 ALL_SETS = "all sets"
-
-
-@dataclass
-class Total:
-    """Sums over the prompts of one set at one temperature.
-
-    Attributes:
-        tokens, steps, one_steps: generated tokens; steps of R ranks, and of one rank with as many tokens.
-        largest_tokens: step tokens of the largest rank, of all steps.
-        most_tokens: of the largest rank in any step.
-        differing: prompts whose texts are not the same, which rounding can do.
-    """
-
-    name: str
-    temperature: float
-    prompts: int = 0
-    tokens: int = 0
-    steps: int = 0
-    one_tokens: int = 0
-    one_steps: int = 0
-    largest_tokens: int = 0
-    most_tokens: int = 0
-    differing: int = 0
-
-    def add(self, by_rank: Sequence[lp.GenerationOutput], one: lp.GenerationOutput) -> None:
-        """A prompt's text, of all ranks and of one."""
-        largest = [
-            max(step.num_tokens for step in steps) for steps in zip(*(o.step_stats for o in by_rank), strict=True)
-        ]
-        self.prompts += 1
-        self.tokens += len(by_rank[0].tokens)
-        self.steps += by_rank[0].steps
-        self.one_tokens += len(one.tokens)
-        self.one_steps += one.steps
-        self.largest_tokens += sum(largest)
-        self.most_tokens = max(self.most_tokens, *largest)
-        self.differing += by_rank[0].tokens != one.tokens
-
-    @property
-    def compression(self) -> float:
-        """S of R ranks."""
-        return self.tokens / self.steps
-
-    @property
-    def one_compression(self) -> float:
-        """S of one rank."""
-        return self.one_tokens / self.one_steps
-
-    @property
-    def ratio(self) -> float:
-        """Of both."""
-        return self.compression / self.one_compression
-
-    def cells(self) -> tuple[str, ...]:
-        """A line of the table."""
-        speeds = (f"{value:.3f}" for value in (self.compression, self.one_compression, self.ratio))
-        return self.name, str(self.prompts), *speeds, f"{self.largest_tokens / self.steps:.1f}"
-
-    def figures(self) -> dict[str, object]:
-        """For the line of JSON."""
-        return {**asdict(self), "S": self.compression, "S_one": self.one_compression, "ratio": self.ratio}
+RANKS, ONE = "ranks", "one"
 
 
 def fixed_config(window: int, ranks: int, budget: int) -> lp.LookaheadConfig:
@@ -102,87 +40,113 @@ def fixed_config(window: int, ranks: int, budget: int) -> lp.LookaheadConfig:
     return lp.LookaheadConfig(window_size=window, ngram_size=2, guess_set_size=guesses)
 
 
+@dataclass(kw_only=True)
+class SetStudy(TextStudy):
+    """A study of several sets of prompts."""
+
+    data: Path | None = option(None, "folder of SET.jsonl; the built-in prompts without it")
+    sets: str = option("humaneval,classeval,gsm8k,mtbench", "by commas")
+    limit: int = option(16, "first prompts of every set")
+    max_new_tokens: int = option(64)
+    temperatures: list[float] = option([0.0, 0.3, 0.8], "0 is greedy")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return super().settings | {"sets": ",".join(self.set_names)}
+
+    @property
+    def set_names(self) -> list[str]:
+        """The sets that are asked for."""
+        return self.sets.split(",") if self.data else [BUILTIN]
+
+    @cached_property
+    def prompt_ids(self) -> dict[str, list[list[int]]]:
+        """Token ids of the prompts by set; those that fill the context are left out."""
+        most = context_limit(self.loaded.model)
+        found: dict[str, list[list[int]]] = {}
+        for name in self.set_names:
+            prompts = load_jsonl(self.data / f"{name}.jsonl", self.limit) if self.data else load_builtin(self.limit)
+            ids = [self.ids(prompt.text) for prompt in prompts]
+            found[name] = [prompt for prompt in ids if most is None or len(prompt) < most]
+            if left_out := len(ids) - len(found[name]):
+                print(f"{name}: {left_out} prompts fill the context and are left out", file=sys.stderr)
+        return {name: prompts for name, prompts in found.items() if prompts}
+
+
 def decode_all(
-    loaded: Loaded,
+    study: SetStudy,
     config: lp.LookaheadConfig,
-    prompts: Sequence[list[int]],
-    max_new_tokens: int,
+    prompts: Iterable[tuple[int, list[int]]],
     temperature: float,
     context: lp.ParallelContext,
 ) -> list[lp.GenerationOutput]:
-    """What one rank of some decodes; the index of a prompt is its sequence, so that noise differs."""
-    decoder = lp.LookaheadDecoder(loaded.model, config, context, capture="off")  # threads cannot capture
-    shown = progress(prompts, f"{context.world_size} ranks, T = {temperature:g}") if context.is_main else prompts
+    """What one rank of some decodes.
+
+    Args:
+        study: has the model.
+        config: of the decoder.
+        prompts: numbers and ids; the number of a prompt is its sequence, so that noise differs.
+        temperature: 0 is greedy.
+        context: the rank.
+    """
+    decoder = lp.LookaheadDecoder(study.loaded.model, config, context, capture="off")  # threads cannot capture
     sampling = sampling_at(temperature)
-    return [decoder.generate(ids, max_new_tokens, sampling, sequence=index) for index, ids in enumerate(shown)]
+    return [decoder.generate(ids, study.max_new_tokens, sampling, sequence=index) for index, ids in prompts]
 
 
-def read_sets(args: argparse.Namespace, loaded: Loaded) -> dict[str, list[list[int]]]:
-    """Token ids of the prompts by set; those that fill the context are left out."""
-    texts = {BUILTIN: load_builtin(args.limit)}
-    if args.data:
-        texts = {name: load_jsonl(args.data / f"{name}.jsonl", args.limit) for name in args.sets}
-    most = context_limit(loaded.model)
-    sets: dict[str, list[list[int]]] = {}
-    for name, prompts in texts.items():
-        ids = [list(loaded.tokenizer(prompt.text)["input_ids"]) for prompt in prompts]
-        sets[name] = [prompt for prompt in ids if most is None or len(prompt) < most]
-        if len(sets[name]) < len(ids):
-            print(f"{name}: {len(ids) - len(sets[name])} prompts fill the context and are left out", file=sys.stderr)
-    return {name: prompts for name, prompts in sets.items() if prompts}
+@dataclass(kw_only=True)
+class SharesCompression(SetStudy):
+    """Several ranks and one, by prompts."""
+
+    ranks: int = option(8, "R")
+    budget: int = option(64, "B, step tokens of every rank")
+    window: int = option(0, "W, with N = 2")
+    SHARED = (*SetStudy.SHARED, "ranks", "budget", "window")
+
+    def rows(self) -> Iterable[Row]:
+        fixed_config(self.window, self.ranks, self.budget)  # refused before the model is loaded
+        for temperature in self.temperatures:
+            for name, prompts in self.prompt_ids.items():
+                for index, ids in enumerate(prompts):
+                    yield Row({"temperature": temperature, "set": name, "index": index}, ids)
+
+    def methods(self) -> Mapping[str, Method]:
+        shared = fixed_config(self.window, self.ranks, self.budget)
+        alone = fixed_config(self.window, 1, self.ranks * self.budget)
+
+        def decode(row: Row, config: lp.LookaheadConfig, context: lp.ParallelContext) -> lp.GenerationOutput:
+            return decode_all(self, config, [(row.key["index"], row.item)], row.key["temperature"], context)[0]
+
+        return {
+            RANKS: lambda row: _counts(run_lockstep(self.ranks, lambda context: decode(row, shared, context))),
+            ONE: lambda row: _counts([decode(row, alone, lp.ParallelContext())]),
+        }
+
+    def tables(self, results: list[Result]) -> Iterable[Table]:
+        many = f"S of {self.ranks} ranks x {self.budget} tokens"
+        one = f"S of one rank x {self.ranks * self.budget}"
+        heads = ("set", "prompts", many, one, "ratio", "tokens of the largest rank a step", "texts that differ")
+        for temperature, of in grouped(results, "temperature").items():
+            by_set = grouped(of, "set")
+            if len(by_set) > 1:
+                by_set[ALL_SETS] = of
+            yield Table(heads, [_cells(*each) for each in by_set.items()], f"T = {temperature:g}, W={self.window}")
 
 
-def measure(
-    loaded: Loaded, sets: dict[str, list[list[int]]], temperature: float, args: argparse.Namespace
-) -> list[Total]:
-    """Every set, and all of them together."""
-    whole = Total(ALL_SETS, temperature)
-    totals = []
-    for name, prompts in sets.items():
-        shared = fixed_config(args.window, args.ranks, args.budget)
-        alone = fixed_config(args.window, 1, args.ranks * args.budget)
-        by_rank = run_lockstep(
-            args.ranks, partial(decode_all, loaded, shared, prompts, args.max_new_tokens, temperature)
-        )
-        one = decode_all(loaded, alone, prompts, args.max_new_tokens, temperature, lp.ParallelContext())
-        total = Total(name, temperature)
-        for outputs in zip(*by_rank, one, strict=True):
-            for each in (total, whole):
-                each.add(outputs[:-1], outputs[-1])
-        totals.append(total)
-    return [*totals, whole] if len(totals) > 1 else totals
+def _counts(by_rank: list[lp.GenerationOutput]) -> Result:
+    """A text's tokens and steps, and the step tokens of the largest rank of each step."""
+    steps = zip(*(output.step_stats for output in by_rank), strict=True)
+    largest = [max(step.num_tokens for step in ranks) for ranks in steps]
+    first = by_rank[0]
+    found: dict[str, Any] = {"tokens": len(first.tokens), "steps": first.steps, "ids": first.tokens}
+    return found | {"largest_tokens": sum(largest), "most_tokens": max(largest)}
 
 
-def add_set_arguments(parser: argparse.ArgumentParser, limit: int, temperatures: list[float]) -> None:
-    """Options that `read_sets` reads, and what is decoded of them."""
-    sets = ["humaneval", "classeval", "gsm8k", "mtbench"]
-    parser.add_argument("--data", type=Path, help="folder of SET.jsonl; the built-in prompts without it")
-    parser.add_argument("--sets", type=by_commas(str), default=sets, help="by commas")
-    parser.add_argument("--limit", type=int, default=limit, help="first prompts of every set")
-    parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--temperatures", type=by_commas(float), default=temperatures, help="by commas; 0 is greedy")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_set_arguments(parser, limit=16, temperatures=[0.0, 0.3, 0.8])
-    parser.add_argument("--ranks", type=int, default=8, help="R")
-    parser.add_argument("--budget", type=int, default=64, help="B, step tokens of every rank")
-    parser.add_argument("--window", type=int, default=0, help="W, with N = 2")
-    add_model_arguments(parser)
-
-
-def run(args: argparse.Namespace) -> None:
-    fixed_config(args.window, args.ranks, args.budget)  # refused before the model is loaded
-    loaded = load_model(args)
-    sets = read_sets(args, loaded)
-    many = f"S of {args.ranks} ranks x {args.budget} tokens"
-    one = f"S of one rank x {args.ranks * args.budget}"
-    results = []
-    for temperature in args.temperatures:
-        totals = measure(loaded, sets, temperature, args)
-        print(f"T = {temperature:g}, W={args.window}\n")
-        heads = ("set", "prompts", many, one, "ratio", "tokens of the largest rank a step")
-        print(markdown(heads, [total.cells() for total in totals]), flush=True)
-        results += [total.figures() for total in totals]
-    settings = {key: value for key, value in vars(args).items() if key != "data"} | {"sets": list(sets)}
-    print(json.dumps({"settings": settings, "results": results}))
+def _cells(name: str, of: list[Result]) -> tuple[str, ...]:
+    by_method = grouped(sorted(of, key=lambda each: (each["set"], each["index"])), "method")
+    ranks, one = by_method[RANKS], by_method[ONE]
+    ratio = compression(ranks) / compression(one)
+    speeds = (f"{value:.3f}" for value in (compression(ranks), compression(one), ratio))
+    largest = total(ranks, "largest_tokens") / total(ranks, "steps")
+    differing = sum(several["ids"] != alone["ids"] for several, alone in zip(ranks, one, strict=True))
+    return name, str(len(ranks)), *speeds, f"{largest:.1f}", str(differing)

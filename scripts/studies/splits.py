@@ -4,89 +4,203 @@
     python scripts/tables.py splits RUNS --gpu h100 --memory-gb 80 --temperature 0   # of the same runs
 
 Step times are those of scaling_projection, of a part of the model. A sum over a replica is a ring of NCCL's on NVLink,
-by the figures of `known_links` in launch/config; or one step in which each rank reads all others (torch's symmetric
-memory), whose 5 us are assumed. S and host time are lines fitted to the runs of scaling_projection: S over log2(tokens
-a step), host time over the number of replicas. Beside that host time, a shorter one that is assumed.
+by the figures of `known_links`; or one step in which each rank reads all others (torch's symmetric memory), whose
+5 us are assumed. S and host time are lines fitted to the runs of scaling_projection: S over log2(tokens a step), host
+time over the number of replicas. Beside that host time, a shorter one that is assumed.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from launch.bench.ceilings import Work
-from launch.bench.summary import markdown
 from launch.config.schema import known_links
 from launch.data.shapes import SHAPES, shape_config, sketch
 from lp.errors import UserError
+from lp.models.captured_step import BUCKETS
 
-from ._common import read_results
-from .parts.arithmetic import GPUS
-from .parts.gpu_projection import LogLaw
-from .parts.splits import Machine, Shape, Split, Sum
+from .harness import Result, Study, Table, option, read_results
+from .parts.arithmetic import GPUS, Gpu, StepTime
+from .parts.gpu_projection import LogLaw, StepEstimate
 
 ASSUMED_HOST_S = 0.2e-3  # of a step
-ONE_STEP = Sum(base_s=5e-6, hop_s=0.0, bytes_per_s=450e9, ring=False)
 HEADS = (
     *("model", "sums", "host", "fastest lp x tp", "tokens a replica", "S", "step ms", "sums ms", "tokens/s"),
     *("TP alone", "LP alone", "over the better"),
 )
+MEMORY_SHARE = 0.9  # of a GPU's memory, that weights may take: assumed
+ELEMENT_BYTES = 2  # of bfloat16
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("results", type=Path, help="JSONL of scaling_projection")
-    parser.add_argument("--temperature", type=float, default=0.8, help="of the runs")
-    parser.add_argument("--gpu", choices=[*GPUS], default="h200")
-    parser.add_argument("--memory-gb", type=float, default=141.0, help="of each GPU")
-    parser.add_argument("--gpus", type=int, default=8)
-    parser.add_argument("--shapes", default="llama2_7b,codellama_34b,llama2_70b", help=f"of {', '.join(SHAPES)}")
-    parser.add_argument("--prefix", type=int, default=1024, help="cached tokens")
+@dataclass(frozen=True, kw_only=True)
+class Sum:
+    """The time of one sum over the ranks of a replica.
+
+    Args:
+        base_s: whatever its size.
+        hop_s: for each of the steps of a ring; 0 where every rank reads all others at once.
+        bytes_per_s: of a link.
+        ring: twice as many steps as there are other ranks, of a part each; or one step, of all others' tensors.
+    """
+
+    base_s: float
+    hop_s: float
+    bytes_per_s: float
+    ring: bool
+
+    def seconds(self, ranks: int, nbytes: float) -> float:
+        """Seconds to sum a tensor of so many bytes over the ranks."""
+        if ranks == 1:
+            return 0.0
+        if self.ring:
+            return self.base_s + 2 * (ranks - 1) * (self.hop_s + nbytes / ranks / self.bytes_per_s)
+        return self.base_s + (ranks - 1) * nbytes / self.bytes_per_s
 
 
-def run(args: argparse.Namespace) -> None:
-    nvlink = known_links()["nvlink"]
-    ring = Sum(base_s=1e-6 * nvlink.base_us, hop_s=1e-6 * nvlink.hop_us, bytes_per_s=1e9 * nvlink.gb_s, ring=True)
-    runs = [
-        run
-        for run in read_results(args.results)
-        if run["method"] == "lookahead" and run["temperature"] == args.temperature
-    ]
-    compressions = [(run["ranks"] * run["budget"], run["tokens"] / run["steps"]) for run in runs if "steps" in run]
-    shared = {run["budget"] for run in runs if run["ranks"] > 1}  # one rank was tried with others too
-    times = [
-        (run["ranks"], run["host_s"])
-        for run in runs
-        if "host_s" in run and run["ranks"] <= args.gpus and run["budget"] in shared
-    ]
-    if not compressions or len({ranks for ranks, _ in times}) < 2:
-        raise UserError(
-            f"{args.results} has no runs at T = {args.temperature:g} of 1 and more ranks, up to --gpus ({args.gpus}); "
-            "make them with scripts/tables.py scaling_projection"
+ONE_STEP = Sum(base_s=5e-6, hop_s=0.0, bytes_per_s=450e9, ring=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A model, as far as a step's time depends on it.
+
+    Args:
+        work: of the whole model.
+        layers, hidden: of it.
+    """
+
+    work: Work
+    layers: int
+    hidden: int
+
+    def part(self, tp: int) -> Work:
+        """Work of one of tp ranks."""
+        work = self.work
+        return replace(
+            work,
+            weight_bytes=work.weight_bytes // tp,
+            kv_token_bytes=work.kv_token_bytes // tp,
+            token_flop=work.token_flop // tp,
+            head_flop=work.head_flop // tp,
+            key_flop=work.key_flop // tp,
         )
-    law = LogLaw.fitted(compressions)
-    further_s, host_s = np.polyfit([ranks - 1 for ranks, _ in times], [seconds for _, seconds in times], 1).tolist()
-    measured = f"{1e3 * host_s:.2f} ms + {1e6 * further_s:.0f} us a further replica"
-    hosts = {measured: (host_s, further_s), f"{1e3 * ASSUMED_HOST_S:g} ms": (ASSUMED_HOST_S, 0.0)}
-    rows, figures = [], []
-    for name in args.shapes.split(","):
-        config = shape_config(name)
-        shape = Shape(
-            work=Work.of(sketch(config, "bfloat16")), layers=config.num_hidden_layers, hidden=config.hidden_size
-        )
-        for kind, sums in (("ring", ring), ("one step", ONE_STEP)):
-            for host, times_s in hosts.items():
-                memory = 1e9 * args.memory_gb
-                machine = Machine(gpu=GPUS[args.gpu], memory_bytes=memory, sums=sums, host_s=times_s)
-                splits = [*machine.splits(shape, law, args.gpus, args.prefix)]
-                rows.append(cells(name, kind, host, splits))
-                figures += [{"shape": name, "sums": kind, "host": host} | asdict(split) for split in splits]
-    print(f"By arithmetic: {args.gpus} x {GPUS[args.gpu].name}, bfloat16, {args.prefix} cached tokens, {law}.\n")
-    print(markdown(HEADS, rows))
-    print(json.dumps({"gpu": args.gpu, "gpus": args.gpus, "splits": figures}))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split(StepEstimate):
+    """A split of the GPUs with the step tokens that are best there.
+
+    Args:
+        lp, tp: replicas, and ranks of each.
+    """
+
+    lp: int
+    tp: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What steps run on.
+
+    Args:
+        gpu: each of them.
+        memory_bytes: of each.
+        sums: over the ranks of a replica.
+        host_s: a step, of one replica, and what each further one adds to it.
+    """
+
+    gpu: Gpu
+    memory_bytes: float
+    sums: Sum
+    host_s: tuple[float, float]
+
+    def step(self, shape: Shape, lp: int, tp: int, budget: int, prefix: int) -> dict[str, float]:
+        """Seconds of a step's parts."""
+        parts = StepTime.of(self.gpu, shape.part(tp), shape.layers, budget, prefix).parts
+        padded = next((size for size in BUCKETS if size >= budget), budget)
+        count = 2 * shape.layers + 2  # with the embeddings' and the vocabulary's
+        parts["sums"] = count * self.sums.seconds(tp, padded * shape.hidden * ELEMENT_BYTES)
+        parts["host"] = self.host_s[0] + self.host_s[1] * (lp - 1) if budget > 1 else 0.0
+        return parts
+
+    def fits(self, shape: Shape, tp: int) -> bool:
+        """Whether a rank's part has room."""
+        return shape.work.weight_bytes / tp <= MEMORY_SHARE * self.memory_bytes
+
+    def best(self, shape: Shape, law: LogLaw, lp: int, tp: int, prefix: int) -> Split:
+        """The split with the step tokens that give most tokens a second; one token is plain decoding."""
+        found = [
+            Split(
+                lp=lp,
+                tp=tp,
+                budget=budget,
+                compression=1.0 if budget == 1 else min(law.compression(lp * budget), lp * budget),
+                parts=self.step(shape, lp, tp, budget, prefix),
+            )
+            for budget in BUCKETS
+        ]
+        return max(found, key=lambda split: split.tokens_per_s)
+
+    def splits(self, shape: Shape, law: LogLaw, gpus: int, prefix: int) -> Iterator[Split]:
+        """All splits of so many GPUs whose parts have room, from LP alone to TP alone."""
+        for tp in (size for size in range(1, gpus + 1) if gpus % size == 0):
+            if self.fits(shape, tp):
+                yield self.best(shape, law, gpus // tp, tp, prefix)
+
+
+@dataclass(kw_only=True)
+class Splits(Study):
+    """Models by sums and host times."""
+
+    runs: Path = option(help="JSONL of scaling_projection")
+    temperature: float = option(0.8, "of the runs")
+    gpu: str = option("h200", choices=[*GPUS])
+    memory_gb: float = option(141.0, "of each GPU")
+    gpus: int = option(8)
+    shapes: str = option("llama2_7b,codellama_34b,llama2_70b", f"of {', '.join(SHAPES)}")
+    prefix: int = option(1024, "cached tokens")
+
+    def tables(self, results: list[Result]) -> Iterable[Table]:
+        nvlink = known_links()["nvlink"]
+        ring = Sum(base_s=1e-6 * nvlink.base_us, hop_s=1e-6 * nvlink.hop_us, bytes_per_s=1e9 * nvlink.gb_s, ring=True)
+        runs = [
+            run
+            for run in read_results(self.runs)
+            if run["method"] == "lookahead" and run["temperature"] == self.temperature
+        ]
+        compressions = [(run["ranks"] * run["budget"], run["tokens"] / run["steps"]) for run in runs if "steps" in run]
+        shared = {run["budget"] for run in runs if run["ranks"] > 1}  # one rank was tried with others too
+        times = [
+            (run["ranks"], run["host_s"])
+            for run in runs
+            if "host_s" in run and run["ranks"] <= self.gpus and run["budget"] in shared
+        ]
+        if not compressions or len({ranks for ranks, _ in times}) < 2:
+            raise UserError(
+                f"{self.runs} has no runs at T = {self.temperature:g} of 1 and more ranks, up to --gpus ({self.gpus}); "
+                "make them with scripts/tables.py scaling_projection"
+            )
+        law = LogLaw.fitted(compressions)
+        further_s, host_s = np.polyfit([ranks - 1 for ranks, _ in times], [seconds for _, seconds in times], 1).tolist()
+        measured = f"{1e3 * host_s:.2f} ms + {1e6 * further_s:.0f} us a further replica"
+        hosts = {measured: (host_s, further_s), f"{1e3 * ASSUMED_HOST_S:g} ms": (ASSUMED_HOST_S, 0.0)}
+        lines = []
+        for name in self.shapes.split(","):
+            config = shape_config(name)
+            shape = Shape(
+                work=Work.of(sketch(config, "bfloat16")), layers=config.num_hidden_layers, hidden=config.hidden_size
+            )
+            for kind, sums in (("ring", ring), ("one step", ONE_STEP)):
+                for host, times_s in hosts.items():
+                    memory = 1e9 * self.memory_gb
+                    machine = Machine(gpu=GPUS[self.gpu], memory_bytes=memory, sums=sums, host_s=times_s)
+                    lines.append(cells(name, kind, host, [*machine.splits(shape, law, self.gpus, self.prefix)]))
+        title = f"By arithmetic: {self.gpus} x {GPUS[self.gpu].name}, bfloat16, {self.prefix} cached tokens, {law}."
+        yield Table(HEADS, lines, title)
 
 
 def cells(name: str, sums: str, host: str, splits: list[Split]) -> list[str]:

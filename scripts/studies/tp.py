@@ -3,17 +3,16 @@
     NPROC=2 bash torchrun.sh scripts.tables tp                          # a random Llama, wide and of 110 M parameters
     NPROC=2 bash torchrun.sh scripts.tables tp --hidden 512 --new 32
 
-All ranks hold one model between them. Every method decodes the same text, in turn, in one process a rank. Ends with
-one line of JSON; a method whose package is not installed is named there.
+All ranks hold one model between them. Every method decodes the same text, in turn, in one process a rank. A method
+whose package is not installed is named below the table.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import lp
 from launch.bench.baselines import BASELINES, BaselineOptions
-from launch.bench.summary import markdown
 from lp.checks import env_int
 from lp.errors import UserError
 from lp.models.tensor_parallel import divide
@@ -29,75 +27,94 @@ from lp.optional import is_installed
 from lp.parallel.rank_group import RankGroup
 from lp.parallel.replica import Replica
 
-from ._common import median_and_range
+from .harness import Method, Result, Row, Study, Table, compression, counts, grouped, option, ratios, spread, values
 
-PACKAGES = {"transformers_tp": "transformers", "deepspeed_tp": "deepspeed"}
-HEADS = ("method", "S", "tokens/s", "over transformers_tp", "over plain", "tokens")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--hidden", type=int, default=1536, help="width; the MLP is 8/3 of it")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--vocabulary", type=int, default=2048)
-    parser.add_argument("--new", type=int, default=24, help="tokens a round")
-    parser.add_argument("--rounds", type=int, default=7, help="medians of so many")
+PLAIN, TRANSFORMERS = "plain", "transformers_tp"
+PACKAGES = {TRANSFORMERS: "transformers", "deepspeed_tp": "deepspeed"}
 
 
-def build(args: argparse.Namespace) -> Any:
-    """A random model, the same on every rank."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=args.hidden,
-        intermediate_size=args.hidden * 8 // 3,
-        num_hidden_layers=args.layers,
-        num_attention_heads=args.hidden // 96,
-        num_key_value_heads=args.hidden // 192,
-        vocab_size=args.vocabulary,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+@dataclass(kw_only=True)
+class TensorParallel(Study):
+    """Methods that divide one model."""
 
+    hidden: int = option(1536, "width; the MLP is 8/3 of it")
+    layers: int = option(4)
+    vocabulary: int = option(2048)
+    new: int = option(24, "tokens a round")
+    rounds: int = option(7)
+    SHARED = ("hidden", "layers", "vocabulary", "new")
+    WARM_UP = 1
 
-def run(args: argparse.Namespace) -> None:
-    size = env_int("WORLD_SIZE", 1)
-    if size == 1:
-        raise UserError("one rank holds the whole model; NPROC=2 bash torchrun.sh scripts.tables tp")
-    context = lp.ParallelContext.from_env(tp=size)
-    whole = build(args)
-    parameters = sum(each.numel() for each in whole.parameters())
-    part = divide(copy.deepcopy(whole), context.replica)
-    decoders: dict[str, Any] = {
-        "plain": lp.PlainDecoder(part, context),
-        "lookahead": lp.LookaheadDecoder(part, None, context),
-    }
-    missing = [name for name, package in PACKAGES.items() if not is_installed(package)]
-    for name in PACKAGES.keys() - {*missing}:
-        # These divide the model themselves.
-        undivided = replace(context, replica=Replica(), replica_ranks=RankGroup(), steps=RankGroup())
-        decoders[name] = BASELINES[name].build(whole, undivided, BaselineOptions())
-    ids = [int(token) for token in torch.randint(args.vocabulary, (64,), generator=torch.Generator().manual_seed(1))]
-    texts = {name: partial(decoder.generate, ids, args.new) for name, decoder in decoders.items()}
-    outputs: dict[str, list[Any]] = {name: [] for name in texts}
-    for number in range(args.rounds + 1):
-        for name, text in texts.items():
-            output = text()
-            outputs[name] += [output] if number else []  # the first round warms up
-    seconds = {name: [output.decode_s for output in found] for name, found in outputs.items()}
+    @cached_property
+    def context(self) -> lp.ParallelContext:
+        """This rank, of all that the command started."""
+        size = env_int("WORLD_SIZE", 1)
+        if size == 1:
+            raise UserError("one rank holds the whole model; NPROC=2 bash torchrun.sh scripts.tables tp")
+        context = lp.ParallelContext.from_env(tp=size)
+        self.stack.callback(context.close)
+        return context
 
-    def over(name: str, other: str) -> str:
-        if other not in seconds:
-            return "-"
-        return median_and_range([b / a for a, b in zip(seconds[name], seconds[other], strict=True)], 2, " x")
+    @property
+    def prints(self) -> bool:
+        return self.context.is_main
 
-    rows = []
-    for name, found in outputs.items():
-        equal = "equal" if found[0].tokens == outputs["plain"][0].tokens else "other"
-        speed = median_and_range([args.new / each for each in seconds[name]], 1)
-        row = [name, f"{found[0].compression:.2f}", speed, over(name, "transformers_tp"), over(name, "plain")]
-        rows.append([*row, equal])
-    if context.is_main:
-        print(f"{size} ranks of one replica, {context.backend}, {parameters / 1e6:.0f} M parameters, float32\n")
-        print(markdown(HEADS, rows))
-        print(json.dumps({"ranks": size, "parameters": parameters, "missing": missing, "seconds": seconds}))
-    context.close()
+    def rows(self) -> Iterable[Row]:
+        ids = torch.randint(self.vocabulary, (64,), generator=torch.Generator().manual_seed(1)).tolist()
+        return [Row({"ranks": self.context.world_size}, ids)]
+
+    @cached_property
+    def whole(self) -> Any:
+        """A random model, the same on every rank."""
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            hidden_size=self.hidden,
+            intermediate_size=self.hidden * 8 // 3,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.hidden // 96,
+            num_key_value_heads=self.hidden // 192,
+            vocab_size=self.vocabulary,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+        return AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+
+    def methods(self) -> Mapping[str, Method]:
+        part = divide(copy.deepcopy(self.whole), self.context.replica)
+        decoders: dict[str, Any] = {
+            PLAIN: lp.PlainDecoder(part, self.context),
+            "lookahead": lp.LookaheadDecoder(part, None, self.context),
+        }
+        for name, package in PACKAGES.items():
+            if is_installed(package):
+                # These divide the model themselves.
+                undivided = replace(self.context, replica=Replica(), replica_ranks=RankGroup(), steps=RankGroup())
+                decoders[name] = BASELINES[name].build(self.whole, undivided, BaselineOptions())
+
+        def method(decoder: Any) -> Method:
+            def decode(row: Row) -> Result:
+                output = decoder.generate(row.item, self.new)
+                return {"seconds": output.decode_s} | counts(output)
+
+            return decode
+
+        return {name: method(decoder) for name, decoder in decoders.items()}
+
+    def tables(self, results: list[Result]) -> Iterable[Table]:
+        by_name = grouped(results, "method")
+        seconds = {name: values(of) for name, of in by_name.items()}
+        lines = []
+        for name, of in by_name.items():
+            times = (
+                spread(ratios(seconds[other], seconds[name]), 2, " x") if other in seconds else "-"
+                for other in (TRANSFORMERS, PLAIN)
+            )
+            speed = spread([self.new / each for each in seconds[name]], 1)
+            equal = "equal" if of[0]["text"] == by_name[PLAIN][0]["text"] else "other"
+            lines.append((name, f"{compression(of):.2f}", speed, *times, equal))
+        parameters = sum(each.numel() for each in self.whole.parameters())
+        title = f"{self.context.world_size} ranks of one replica, {self.context.backend}, "
+        title += f"{parameters / 1e6:.0f} M parameters, float32"
+        missing = [name for name in PACKAGES if name not in by_name]
+        heads = ("method", "S", "tokens/s", f"over {TRANSFORMERS}", "over plain", "tokens")
+        yield Table(heads, lines, title, f"Not installed: {', '.join(missing)}." if missing else "")

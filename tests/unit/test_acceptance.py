@@ -7,7 +7,7 @@ from statistics import fmean
 
 import pytest
 
-from scripts.studies.parts.acceptance import AcceptanceModel, Observed
+from scripts.studies.scaling_law import AcceptanceModel, Observed
 
 
 @pytest.mark.parametrize(("alpha", "drafts", "depth"), [(0.6, 1, 4), (0.3, 8, 3), (0.9, 4, 7), (0.5, 15, 1)])

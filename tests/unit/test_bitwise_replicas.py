@@ -16,7 +16,7 @@ from lp.models.sharded_layers import replica_of
 from lp.models.tensor_parallel import divide
 from lp.parallel.context import ParallelContext
 from lp.parallel.replica import InRankOrder, Replica
-from lp.parallel.thread_ranks import LockstepReplica, run_lockstep
+from tests.thread_ranks import LockstepReplica, run_lockstep
 from tests.tiny_models import drawn_text, tiny_model
 
 CONFIG = lp.LookaheadConfig(window_size=7, ngram_size=5, guess_set_size=7)

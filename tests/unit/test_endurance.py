@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import lp
-from scripts.studies.parts.endurance import endure
+from scripts.studies.long_run import endure
 from tests.conftest import LONG
 from tests.tiny_models import tiny_model
 

@@ -18,7 +18,7 @@ from lp.engine.journal import Journal
 from lp.errors import RanksParted
 from lp.models.runner import ModelRunner
 from lp.parallel.context import ParallelContext
-from lp.parallel.thread_ranks import _Lockstep, run_lockstep
+from lp.parallel.thread_ranks import Lockstep, run_lockstep
 from tests.conftest import LONG
 from tests.tiny_models import plain_greedy, tiny_model
 
@@ -205,11 +205,11 @@ FAULTS: dict[str, Callable[[str, torch.Tensor], tuple[str, torch.Tensor]]] = {
 
 def run_with(fault: Callable[[str, torch.Tensor], tuple[str, torch.Tensor]] | None, at: int, bad: int) -> int:
     """A short run of 2 ranks, one of whose collectives sends something else; how many there are."""
-    trade = _Lockstep.trade
+    trade = Lockstep.trade
     count = [0, 0]
     models = [tiny_model(), tiny_model()]
 
-    def faulty(self: _Lockstep, rank: int, call: str, mine: torch.Tensor, timeout_s: float | None) -> Any:
+    def faulty(self: Lockstep, rank: int, call: str, mine: torch.Tensor, timeout_s: float | None) -> Any:
         count[rank] += 1
         if fault and rank == bad and count[rank] == at:
             call, mine = fault(call, mine)
@@ -219,7 +219,7 @@ def run_with(fault: Callable[[str, torch.Tensor], tuple[str, torch.Tensor]] | No
         return lp.LookaheadDecoder(models[context.rank], CONFIG, context).generate(IDS, NEW).tokens
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_Lockstep, "trade", faulty)
+        patch.setattr(Lockstep, "trade", faulty)
         patch.setattr("lp.parallel.thread_ranks.DEFAULT_TIMEOUT_S", 30)
         run_lockstep(2, body)
     return count[bad]

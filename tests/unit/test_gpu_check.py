@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -19,7 +18,7 @@ import lp
 from launch.bench.gpu_calls import GpuCalls, calls_per_step, count
 from launch.bench.origin import versions
 from scripts.gpu_facts import SECTIONS, Place, finishes
-from scripts.studies.gpu import Figure, parity, run
+from scripts.studies.gpu import Figure, Gpu, parity
 from tests.conftest import Processes
 
 COMMAND = ["bash", "scripts/gpu_check.sh"]
@@ -128,7 +127,7 @@ def test_a_section_that_fails_is_a_fact(
 
 
 def _table(folder: Path, capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
-    run(argparse.Namespace(folder=folder, into=folder / "figures.jsonl"))
+    Gpu(folder=folder, into=folder / "figures.jsonl").run()
     figures: list[dict[str, Any]] = json.loads(capsys.readouterr().out.splitlines()[-1])["figures"]
     assert [json.loads(line) for line in (folder / "figures.jsonl").read_text().splitlines()] == figures
     return figures

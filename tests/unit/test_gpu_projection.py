@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,14 @@ from launch.bench.ceilings import Work
 from launch.bench.projection import Projection
 from launch.data.shapes import shape_config, sketch
 from lp.engine.output import StepStats
-from scripts.studies import main, scaling_projection
+from scripts.studies import harness, main
 from scripts.studies.parts.arithmetic import GPUS, Gpu, StepTime
 from scripts.studies.parts.gpu_projection import GpuLine, LogLaw
-from scripts.studies.scaling_projection import BEGIN, END
+from scripts.studies.scaling_projection import ScalingProjection
 from tests.conftest import ROOT
 from tests.tiny_models import tiny_model
 
+BEGIN, END = "<!-- scaling_projection -->", "<!-- end of scaling_projection -->"
 WORK = Work(weight_bytes=900, kv_token_bytes=1, token_flop=6, head_flop=1, key_flop=0)
 
 
@@ -102,10 +104,11 @@ def test_the_tables_and_their_figure(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert figure.stat().st_size and all("By arithmetic: " in text for text in printed)
     tables = [[row for row in text.splitlines() if row.startswith(("| 1 |", "| 2 |"))] for text in printed]
     assert len(tables[0]) == 4 and "| 1.00 x | 100.0% |" in tables[0][0]
-    first, second = (json.loads(text.splitlines()[-1])["series"]["T = 0.8"] for text in printed)
-    assert [each["parts"]["host"] for each in first] == [each["parts"]["host"] for each in second]
-    assert first[1]["parts"]["weights"] < second[1]["parts"]["weights"]
-    assert first[0]["parts"]["gather"] == 0 < first[1]["parts"]["gather"] < 1e-4
+    study = ScalingProjection(results=results, ranks=[1, 2], budget=4, alone=[2], paper=[8, 16])
+    found = [row | {"host_s": 1e-3, "payload_bytes": 99} for row in rows[: len(each)]]
+    first, second = (replace(study, gpu=gpu).series(found)[0.8]["lookahead"] for gpu in ("h200", "a100"))
+    assert first[2].parts["weights"] < second[2].parts["weights"] and first[2].parts["host"] == 1e-3
+    assert first[0].parts["gather"] == 0 < first[2].parts["gather"] < 1e-4
     text = page.read_text()
     assert text.startswith(f"before\n{BEGIN}\nBy arithmetic: A100") and text.endswith(f"{END}\nafter\n")
     assert tables[1][3] in text and tables[0][3] not in text and "old" not in text
@@ -127,6 +130,6 @@ def test_the_page_is_made_of_its_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     words[words.index("--page") + 1] = str(copy)
     words[words.index("--figure") + 1] = str(tmp_path / "figure.png")
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(scaling_projection, "load_model", None)  # nothing is left to be measured
+    monkeypatch.setattr(harness, "load", None)  # nothing is left to be measured
     main(words)
     assert copy.read_bytes() == page.read_bytes()

@@ -24,9 +24,9 @@ from lp.models.support import check_supported
 from lp.models.tensor_parallel import divide
 from lp.parallel.context import ParallelContext
 from lp.parallel.replica import Replica
-from lp.parallel.thread_ranks import run_lockstep
 from tests.captured import captured_runner
 from tests.switches import lookahead_config
+from tests.thread_ranks import run_lockstep
 from tests.tiny_models import MATRIX, drawn_text, plain_greedy, tiny_model
 
 HYBRIDS = [

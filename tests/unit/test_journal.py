@@ -21,9 +21,9 @@ from lp.engine import journal as journal_module
 from lp.engine.journal import Journal
 from lp.models.tensor_parallel import divide
 from lp.parallel.context import ParallelContext
-from lp.parallel.thread_ranks import run_lockstep
 from tests.pools import drawn_switches
 from tests.switches import lookahead_config
+from tests.thread_ranks import run_lockstep
 from tests.tiny_models import VOCABULARY, drawn_text, plain_greedy, tiny_model
 from tests.unit.conftest import Ran
 

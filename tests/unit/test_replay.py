@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -73,8 +75,9 @@ def test_texts_round_trip(tmp_path: Path) -> None:
     """An interrupted run leaves half a line, which must not count; any other bad line is named."""
     texts = [Text(task="a", index=i, temperature=0.3, prompt=[1], tokens=[2, i]) for i in range(2)]
     path = tmp_path / "texts.jsonl"
-    path.write_text("".join(text.line() for text in texts) + texts[0].line()[:20])
+    lines = [json.dumps(asdict(text)) + "\n" for text in texts]
+    path.write_text("".join(lines) + lines[0][:20])
     assert load_texts(path) == texts
-    path.write_text(texts[0].line() + '{"task": 3}\n')
+    path.write_text(lines[0] + '{"task": 3}\n')
     with pytest.raises(ValueError, match=r"line 2 is no text .* with python scripts/tables.py texts"):
         load_texts(path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from argparse import Namespace
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +10,9 @@ import pytest
 
 from launch.data.prompts import load_builtin
 from scripts.studies import main
-from scripts.studies.parts.endurance import resident_bytes
 from scripts.studies.parts.load import MALFORMED, Answer, Request, draw_requests, send, send_all
-from scripts.studies.serve_load import Server, compare
+from scripts.studies.parts.soak import resident_bytes
+from scripts.studies.serve_load import ServeLoad, Server
 from tests.conftest import LONG
 from tests.serving import Running
 
@@ -102,17 +101,20 @@ def test_a_server_that_fails_costs_no_other_its_figures(
 
     monkeypatch.setattr("scripts.studies.serve_load.send_all", send_all)
     servers: list[Any] = [Server(name, "demo", 0, name) for name in ("ours", "other")]  # type: ignore[arg-type]
-    args = Namespace(model="demo", dtype="float32", threads=1, clients=2, streams=1, rounds=2, max_new_tokens=8)
-    figures = compare(servers, load_builtin(), args)
+    study = ServeLoad(clients=2, streams=1, rounds=2, max_new_tokens=8, requests=0)
+    study.servers = servers
+    study.run()
     out = capsys.readouterr().out
-    assert [(each["server"], each["clients"], each.get("failed")) for each in figures] == [
-        ("ours", 1, None), ("other", 1, "gone"), ("ours", 2, None), ("other", 2, None),
+    lines = [line.split(" | ")[:3] for line in out.splitlines() if line.startswith(("| ours", "| other"))]
+    assert lines == [
+        ["| ours", "1", "8 (8 to 8)"], ["| other", "1", "failed"],
+        ["| ours", "2", "16 (16 to 16)"], ["| other", "2", "16 (16 to 16), 1.00 x"],
     ]  # fmt: skip
     assert "other, 1 clients: failed (gone)" in out and out.count("| other | 1 | failed | - |") == 1
     assert sent.count("ours") == 6 and sent.count("other") == 5, "no more streams for one that has failed"
     monkeypatch.setattr("scripts.studies.serve_load.send_all", lambda *_: ([Answer(total_s=1.0, failure="gone")], 1.0))
     with pytest.raises(RuntimeError, match="ours failed: gone"):
-        compare(servers[:1], load_builtin(), args)
+        study.run()
 
 
 @pytest.mark.slow  # three servers, each in a process of its own

@@ -22,9 +22,9 @@ from lp.models.loader import load
 from lp.models.tensor_parallel import divide
 from lp.parallel.context import ParallelContext
 from lp.parallel.replica import Replica
-from lp.parallel.thread_ranks import run_lockstep
 from tests.conftest import some_of
 from tests.mapped import MAPPED, mapped_config
+from tests.thread_ranks import run_lockstep
 from tests.tiny_models import drawn_text, letters, plain_greedy, sharpened, tiny_model
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "phi3", "mixtral", "qwen3_moe", "gemma3", "llama_yarn"]

@@ -12,8 +12,7 @@ from launch.bench.ceilings import Work
 from scripts.studies import main
 from scripts.studies.parts.arithmetic import GPUS
 from scripts.studies.parts.gpu_projection import LogLaw
-from scripts.studies.parts.splits import Machine, Shape, Sum
-from scripts.studies.splits import cells
+from scripts.studies.splits import Machine, Shape, Sum, cells
 
 RUNS = Path(__file__).parents[2] / "docs" / "experiments" / "results" / "scaling-projection" / "runs.jsonl"
 WORK = Work(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from difflib import SequenceMatcher
-from importlib import import_module
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,28 +21,27 @@ import pytest
 import lp
 from launch.bench import machine
 from lp.draft.share import step_tokens
-from lp.engine.output import StepStats
 from scripts import studies
-from scripts.studies import docstring, grammar, main, prediction, shares, shares_compression, table_names
-from scripts.studies._common import median_and_range
+from scripts.studies import docstring, grammar, main, prediction, shares, shares_compression, study_of, table_names
+from scripts.studies.harness import Method, Result, Row, Study, Table, grouped, option, spread, total
 from scripts.studies.parts.replay import load_texts
+from scripts.studies.places import PLACES
 from tests.conftest import ROOT
 
 
 @pytest.mark.parametrize("name", table_names())
 def test_a_table_is_one_module(name: str) -> None:
     """A module without its parts would fail only when someone needs the table."""
-    module = import_module(f"scripts.studies.{name}")
-    parser = argparse.ArgumentParser()
-    module.add_arguments(parser)
-    assert callable(module.run) and docstring(name).splitlines()[0].endswith(".")
+    assert study_of(name).parser(name, docstring(name)).format_help()
+    assert docstring(name).splitlines()[0].endswith(".")
     assert f"tables {name}" in docstring(name) or f"tables.py {name}" in docstring(name)
 
 
 def test_a_new_table_is_one_new_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The list must need no edit."""
     (tmp_path / "toy.py").write_text('"""A toy."""\n')
-    (tmp_path / "_helper.py").write_text("")
+    for name in ("__init__", "__main__", "harness", "places"):
+        (tmp_path / f"{name}.py").write_text("")
     monkeypatch.setattr(studies, "FOLDER", tmp_path)
     assert table_names() == ["toy"] and docstring("toy") == "A toy."
 
@@ -51,17 +52,38 @@ def test_the_list_names_every_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f"  {name} " in listed for name in table_names())
 
 
+COMMAND = re.compile(r"scripts[/.]tables(?:\.py)? (\w+)((?:[^`\n\\]|\\\n)*)")
+
+
 def test_commands_in_the_docs_name_tables() -> None:
     """A renamed table leaves commands behind that nobody can run."""
-    pages = [*(ROOT / "docs").glob("*/*.md"), *(ROOT / "conf").rglob("*.yaml"), ROOT / "README.md"]
-    named = {name for page in pages for name in re.findall(r"scripts[/.]tables(?:\.py)? (\w+)", page.read_text())}
+    pages = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "conf").rglob("*.yaml"), ROOT / "README.md"]
+    named = {name for page in pages for name, _ in COMMAND.findall(page.read_text())}
     assert named and named <= {*table_names()}
+
+
+def test_commands_of_docs_and_studies_have_options_that_are_there() -> None:
+    """A renamed option leaves commands behind that end in an error; those without options may be mere names."""
+    texts = [page.read_text() for page in (ROOT / "docs").rglob("*.md")] + [*map(docstring, table_names())]
+    matches = [match for text in texts for match in COMMAND.findall(text)]
+    found = [(name, shlex.split(words.replace("\\\n", " "), comments=True)) for name, words in matches]
+    commands = [(name, words) for name, words in found if words and words != ["W", "N", "G"]]
+    assert len(commands) > 50
+    for name, words in commands:
+        study_of(name).parser(name, docstring(name)).parse_args(words)
+
+
+@pytest.mark.parametrize("name", table_names())
+def test_a_study_has_a_place_that_names_it(name: str) -> None:
+    """One that no page uses would be kept for nobody; a page that has moved would send its reader nowhere."""
+    text = (ROOT / PLACES[name]).read_text()
+    assert f"tables {name}" in text or f"tables.py {name}" in text
 
 
 def test_user_errors_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for args, message in (
         (["nothing"], "invalid choice: 'nothing'"),
-        (["methods", str(tmp_path / "none.jsonl")], "nothing was measured; give --tasks"),
+        (["methods", str(tmp_path / "none.jsonl")], "nothing to measure or to print; give --tasks"),
         (["link"], "one rank has no other to gather from"),
         (["shares_compression", "--window", "9", "--budget", "8"], "--budget 8 has no room for --window 9"),
         (["batches", "--prompt-tokens", "9999"], "0 prompts have 9999 tokens, but --texts is 8; give a larger --task"),
@@ -102,15 +124,15 @@ def test_sets_are_compared_one_by_one_and_together(tmp_path: Path, capsys: pytes
     main(["shares_compression", *args, "--ranks", "2", "--budget", "6", "--window", "2"])
     printed = capsys.readouterr().out
     assert "| set | prompts | S of 2 ranks x 6 tokens | S of one rank x 12 | ratio |" in printed
-    results = json.loads(printed.splitlines()[-1])["results"]
-    assert [(each["name"], each["temperature"], each["prompts"]) for each in results] == [
-        (name, temperature, count)
-        for temperature in (0, 0.8)
-        for name, count in (("first", 1), ("second", 1), ("all sets", 2))
+    lines = [
+        line[2:-2].split(" | ") for line in printed.splitlines() if line.startswith(("| first", "| second", "| all"))
     ]
-    for each in results:
-        assert 0 < each["tokens"] == each["one_tokens"] and not each["differing"]
-        assert each["most_tokens"] <= 6 and each["ratio"] == pytest.approx(each["one_steps"] / each["steps"])
+    assert [(name, count) for name, count, *_ in lines] == [("first", "1"), ("second", "1"), ("all sets", "2")] * 2
+    for _, _, many, one, ratio, largest, differing in lines:
+        assert float(ratio) == pytest.approx(float(many) / float(one), abs=1e-3)
+        assert float(largest) <= 6 and differing == "0"
+    for each in json.loads(printed.splitlines()[-1])["results"]:
+        assert 0 < each["tokens"] <= 8 and each["most_tokens"] <= {"ranks": 6, "one": 12}[each["method"]]
 
 
 def test_edits_sum_up_to_their_part() -> None:
@@ -143,10 +165,10 @@ SHORT = ["--limit", "1", "--max-new-tokens", "6"]
     ("args", "heads"),
     [
         (["ablations", "warmup", *SHORT], "| variant | S | tokens a step | tokens | steps |"),
-        (["journal_cost", *SHORT], "of step time"),
+        (["journal_cost", *SHORT], "| steps | a step, ms | a line, us | lines of step time |"),
         (["long_run", "--tokens", "30"], "| tokens | steps | S | ms a step | of it host | resident MiB |"),
         (["attention_speed", "--prefix", "16", "--num-tokens", "5", "--rounds", "1"], "| cached tokens | sdpa, ms |"),
-        (["first_token", "--prompt-tokens", "30", "--seen", "20", "--rounds", "1"], "30 tokens, 20 of them seen: "),
+        (["first_token", "--prompt-tokens", "30", "--seen", "20", "--prompts", "1"], "| tokens | of them seen |"),
         (
             ["batches", "--texts", "2", "--prompt-tokens", "8", "--rounds", "1", *SHORT[2:]],
             "| texts | T | S | lookahead",
@@ -174,7 +196,7 @@ def test_tables_of_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
     pool = ["pool", str(texts), str(results), "--num-tokens", "8", "--max-new-tokens", "6", "--temperatures", "0"]
     for _ in range(2):
-        main([*pool, "--methods", "lookahead 8"])
+        main([*pool, "--only", "lookahead 8"])
     assert len(results.read_text().splitlines()) == 1
     result = json.loads(results.read_text())
     assert result["steps"] < result["num_tokens"] <= 8 * result["steps"], "of all steps, not the setting"
@@ -184,7 +206,7 @@ def test_tables_of_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     for name, value in (("model", "/other"), ("most_tokens", 9), ("max_new_tokens", 5)):
         line = json.loads(results.read_text()) | {name: value, "steps": 1}
         other.write_text(json.dumps(line) + "\n")
-        main(["pool", str(texts), str(other), *pool[3:], "--methods", "lookahead 8"])
+        main(["pool", str(texts), str(other), *pool[3:], "--only", "lookahead 8"])
         assert len(other.read_text().splitlines()) == 2, name
     assert "| method | tiny, T = 0 | host, us |" in capsys.readouterr().out
 
@@ -202,19 +224,18 @@ def test_tables_of_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     main([*args, "--only", "plain", "--max-new-tokens", "4"])
     assert "| method | tiny |" in capsys.readouterr().out
     # Everything is done already, by another model or with other lengths: its figures passed for this run's.
-    same = ["--only", "plain", "--max-new-tokens", "4"]
-    for other, said in (
-        ([*same, "--model", "/other"], "model is 'demo', and this run has '/other'"),
-        ([*same[:2], "--max-new-tokens", "64"], "max_new_tokens is 4, and this run has 64"),
-        ([*same, "--fixed", "4,2,8,8"], "fixed is [], and this run has ['4,2,8,8']"),
-        (same[2:], "only is ['plain'], and this run has []"),
+    same = ["--only", "plain", "--max-new-tokens", "4", "--seconds", "0"]
+    for other in (
+        [*same, "--model", "/other"],
+        [*same, "--max-new-tokens", "64"],
+        [*same, "--fixed", "4,2,8,8"],
+        same[2:],
     ):
         with pytest.raises(SystemExit, match="2"):
             main([*args, *other])
-        assert said in capsys.readouterr().err
+        assert "has no results of these settings, and none were measured" in capsys.readouterr().err
     main([*args, *same])
-    main([*args[:2], "--report"])
-    assert capsys.readouterr().out.count("| method | tiny |") == 2
+    assert capsys.readouterr().out.count("| method | tiny |") == 1
     args = ["scaling_law", str(tmp_path / "law.jsonl"), str(tmp_path / "law.png"), "--task", str(prompts)]
     for _ in range(2):
         main([*args, "--ngrams", "3", "--widths", "1", "2", "--guesses", "4", "--max-new-tokens", "4"])
@@ -228,12 +249,12 @@ def test_a_table_of_grammars(capsys: pytest.CaptureFixture[str], monkeypatch: py
     args = ["grammar", "--tasks", "2", "--max-new-tokens", "24", "--budget", "16", "--temperatures", "0,0.8"]
     main(args)
     out = capsys.readouterr().out
-    figures = json.loads(out.splitlines()[-1])["figures"]
-    assert [figure["temperature"] for figure in figures] == [0.0, 0.8]
-    for figure in figures:
-        tokens, steps = figure["counts"]["with"]
-        assert figure["counts"]["masks alone"][0] == tokens > steps > 0
-        assert figure["counts"]["JSON, with"][0] == figure["counts"]["JSON, without"][0] <= tokens
+    by_method = grouped(json.loads(out.splitlines()[-1])["results"], "method")
+    assert [each["temperature"] for each in by_method["with"]] == [0.0, 0.0, 0.8, 0.8]
+    tokens, steps = (total(by_method["with"], name) for name in ("tokens", "steps"))
+    assert total(by_method["masks alone"], "tokens") == tokens > steps > 0
+    lines = [line.split(" | ") for line in out.splitlines() if line.startswith(("| 0 |", "| 0.8 |"))]
+    assert len(lines) == 2 and sum(int(line[7]) for line in lines) <= tokens
     honest = lp.LookaheadDecoder.generate
 
     def wrong(self: lp.LookaheadDecoder, *args: Any, **options: Any) -> lp.GenerationOutput:
@@ -248,15 +269,13 @@ def test_a_table_of_grammars(capsys: pytest.CaptureFixture[str], monkeypatch: py
 
 def test_the_steps_to_a_token_within_a_step() -> None:
     """A step of four tokens, of which two are counted, is half a step."""
-    stats = [StepStats(9, 8, accepted, 0.0, 0.0, 0.0) for accepted in (0, 3, 1)]
-    output = lp.GenerationOutput([0] * 7, "length", stats)
-    assert [grammar.steps_to(output, tokens) for tokens in (0, 1, 3, 5, 6, 7)] == [0, 1, 1.5, 2, 2.5, 3]
+    assert [grammar.steps_to([0, 3, 1], tokens) for tokens in (0, 1, 3, 5, 6, 7)] == [0, 1, 1.5, 2, 2.5, 3]
 
 
 def test_one_measurement_does_not_look_like_a_fact() -> None:
     """A median of one, printed alone, was taken for what the next run shows too."""
-    assert median_and_range([2.0], 2, " x") == "2.00 x (measured once)"
-    assert median_and_range([3.0, 1.0, 2.0], 1) == "2.0 (1.0 to 3.0)"
+    assert spread([2.0], 2, " x") == "2.00 x (measured once)"
+    assert spread([3.0, 1.0, 2.0], 1) == "2.0 (1.0 to 3.0)"
 
 
 def test_a_table_of_a_busy_machine_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -265,3 +284,113 @@ def test_a_table_of_a_busy_machine_says_so(monkeypatch: pytest.MonkeyPatch, caps
         monkeypatch.setattr(machine, "load_average", lambda load=load: load)
         main(["shares", "5", "4", "2", "--ranks", "2"])
         assert ("the machine looked busy" in capsys.readouterr().err) == said
+
+
+@dataclass(kw_only=True)
+class Toy(Study):
+    """Two methods on two rows, which note their calls; the third call stops the run once."""
+
+    base: int = option(1)
+    spans: list[float] = option([0.5])
+    names: list[str] = option([])
+    is_quick: bool = option(False)
+    rounds: int = option(2)
+    SHARED = ("base",)
+    WARM_UP = 1
+    stops_at: int = 99
+
+    def __post_init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+
+    def rows(self) -> Iterable[Row]:
+        return [Row({"row": row}, 10 * row) for row in (0, 1)]
+
+    def methods(self) -> Mapping[str, Method]:
+        return {name: partial(self.call, name) for name in ("first", "second")}
+
+    def call(self, name: str, row: Row) -> Result:
+        self.calls.append((name, row.key["row"]))
+        if len(self.calls) == self.stops_at:
+            raise KeyboardInterrupt
+        return {"value": self.base + row.item}
+
+    def tables(self, results: list[Result]) -> Iterable[Table]:
+        yield Table(
+            ("method", "sum"), [(name, str(total(of, "value"))) for name, of in grouped(results, "method").items()]
+        )
+
+
+def test_methods_take_turns_behind_their_warm_up(capsys: pytest.CaptureFixture[str]) -> None:
+    """One that always came first, or was measured alone for a while, had another machine than the others."""
+    study = Toy()
+    study.run()
+    row = [("first", "second"), ("first", "second"), ("second", "first")]  # the warm-up, and two rounds
+    other = [("second", "first"), ("second", "first"), ("first", "second")]
+    assert study.calls == [(name, 0) for pair in row for name in pair] + [(name, 1) for pair in other for name in pair]
+    printed = capsys.readouterr().out
+    assert "| first | 24 |\n| second | 24 |" in printed
+    found = json.loads(printed.splitlines()[-1])
+    assert found["study"] == "test_tables" and found["settings"]["base"] == 1 and len(found["results"]) == 8
+    assert all(each["seconds"] > 0 for each in found["results"])
+
+
+def test_what_a_stopped_run_measured_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Hours of measuring were lost to an interrupt, or to a line that it cut."""
+    file = tmp_path / "results.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        Toy(results=file, stops_at=6).run()
+    assert len(file.read_text().splitlines()) == 3
+    with file.open("a") as opened:
+        opened.write('{"row": 0, "meth')
+    study = Toy(results=file)
+    study.run()
+    assert len(study.calls) == 1 + 1 + 6 and len(file.read_text().splitlines()) == 8
+    done = Toy(results=file)
+    done.run()
+    assert not done.calls and capsys.readouterr().out.count("| first | 24 |") == 2
+    other = Toy(results=file, base=2)
+    other.run()
+    assert len(other.calls) == 12 and "| first | 28 |" in capsys.readouterr().out
+
+
+def test_without_time_a_study_prints_what_it_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that is to end in time must not measure one more row, nor call nothing a result."""
+    with pytest.raises(lp.UserError, match="has no results of these settings"):
+        Toy(results=tmp_path / "none.jsonl", seconds=0).run()
+    file = tmp_path / "results.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        Toy(results=file, stops_at=7).run()
+    study = Toy(results=file, seconds=0)
+    study.run()
+    said = capsys.readouterr()
+    assert not study.calls and "1 of 2 rows are left" in said.err and "| first | 2 |" in said.out
+
+
+def test_a_study_writes_its_part_of_a_page(tmp_path: Path) -> None:
+    """The rest of a page is a person's; a page without the part would get nothing, and nobody would know."""
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- test_tables -->\nold\n<!-- end of test_tables -->\nafter\n")
+    Toy(page=page).run()
+    text = page.read_text()
+    assert text.startswith("before\n<!-- test_tables -->\nbase 1, ") and "| first | 24 |" in text
+    assert text.endswith("<!-- end of test_tables -->\nafter\n") and "old" not in text
+    page.write_text("nothing")
+    with pytest.raises(lp.UserError, match="between which the tables would be; add them"):
+        Toy(page=page).run()
+    assert page.read_text() == "nothing"
+
+
+def test_arguments_come_in_the_order_of_the_study() -> None:
+    """A field of the base that a study declares again kept its place: texts were written over by results."""
+    given = study_of("pool").parser("pool", "").parse_args(["texts.jsonl", "results.jsonl"])
+    assert (str(given.texts), str(given.results)) == ("texts.jsonl", "results.jsonl")
+
+
+def test_options_are_the_fields_of_a_study() -> None:
+    """Several numbers may have commas, as the pages write them; a name may have a comma of its own."""
+    parser = Toy.parser("toy", "")
+    given = vars(parser.parse_args(["--spans", "1,2.5", "3", "--names", "a, b", "c", "--is-quick", "--base", "4"]))
+    study = Toy(**given)
+    assert (study.spans, study.names, study.is_quick, study.base) == ([1.0, 2.5, 3.0], ["a, b", "c"], True, 4)
+    assert vars(parser.parse_args([])) == {}, "what is not given is the field's own default"
+    assert "--figure" not in parser.format_help() and "--results" in parser.format_help()

@@ -26,8 +26,8 @@ from lp.models.sharded_layers import head_of
 from lp.models.tensor_parallel import divide, plan_of
 from lp.parallel.context import ParallelContext, check_tp
 from lp.parallel.replica import Replica
-from lp.parallel.thread_ranks import LockstepReplica, run_lockstep
 from tests.conftest import some_of
+from tests.thread_ranks import LockstepReplica, run_lockstep
 from tests.tiny_models import drawn_text, plain_greedy, tiny_model
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "phi3", "mixtral", "qwen3_moe"]

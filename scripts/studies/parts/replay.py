@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from lp.draft.source import DraftSource, StepSamples
@@ -16,6 +16,8 @@ from lp.draft.tree import DraftTree
 from lp.draft.window import WindowDrafts
 from lp.errors import UserError
 from lp.sampling.top_logits import TopLogits
+
+from ..harness import Row
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,17 +38,16 @@ class Text:
     tokens: list[int]
 
     @property
-    def key(self) -> tuple[str, int, float]:
-        """Tells it from the others of a file."""
-        return self.task, self.index, self.temperature
+    def row(self) -> Row:
+        """The text as a row of a study."""
+        return Row({"task": self.task, "index": self.index, "temperature": self.temperature}, self)
 
-    def line(self) -> str:
-        """The text as one line of JSONL."""
-        return json.dumps(asdict(self)) + "\n"
+
+NAMES = [each.name for each in fields(Text)]
 
 
 def load_texts(path: str | Path) -> list[Text]:
-    """Read one text a line, as `Text.line` writes it; a last line without its end is no text yet.
+    """Read one text a line, as tables.py texts writes it; a last line without its end is no text yet.
 
     Raises:
         ValueError: a line that is no text, named by its number.
@@ -54,8 +55,9 @@ def load_texts(path: str | Path) -> list[Text]:
     texts = []
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n")[:-1], 1):
         try:
-            texts.append(Text(**json.loads(line)))
-        except (json.JSONDecodeError, TypeError) as error:
+            found = json.loads(line)
+            texts.append(Text(**{name: found[name] for name in NAMES}))
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
             remedy = "write the file with python scripts/tables.py texts"
             raise UserError(f"{path}, line {number} is no text ({error}); {remedy}") from None
     return texts

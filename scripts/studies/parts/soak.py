@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from lp.errors import UserError
-
-from .endurance import resident_bytes
 
 WARM_UP = 0.25  # of the samples, in which pools fill and kernels are compiled
 BLOCKS = 12
@@ -48,6 +47,16 @@ class Sample:
     def as_record(self) -> dict[str, float]:
         """For a line of JSON."""
         return asdict(self)
+
+
+def resident_bytes(process: int | str = "self") -> int | None:
+    """A process's resident memory now.
+
+    Args:
+        process: its id.
+    """
+    statm = Path(f"/proc/{process}/statm")
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else None
 
 
 def take_sample(root: int, t_s: float, answers: int, failures: int) -> Sample:

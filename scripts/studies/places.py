@@ -1,0 +1,36 @@
+"""Where the figures of each study stand: the one place that names them."""
+
+from __future__ import annotations
+
+PLACES = {
+    "ablations": "docs/experiments/ablations.md",
+    "accept_probs": "docs/experiments/pool.md",
+    "attention_speed": "docs/experiments/step-time.md",
+    "batches": "docs/experiments/batches.md",
+    "config": "docs/reference/config.md",
+    "exactness": "docs/experiments/exactness.md",
+    "first_contact": "docs/experiments/budget.md",
+    "first_token": "docs/experiments/batches.md",
+    "gpu": "scripts/gpu_check.sh",
+    "grammar": "docs/experiments/serving.md",
+    "hybrid_steps": "docs/experiments/step-time.md",
+    "journal_cost": "docs/experiments/reliability.md",
+    "link": "launch/config/schema.py",
+    "long_run": "docs/experiments/reliability.md",
+    "methods": "docs/experiments/budget.md",
+    "models": "docs/reference/models.md",
+    "pool": "docs/experiments/pool.md",
+    "pool_session": "docs/experiments/pool.md",
+    "prediction": "docs/experiments/serving.md",
+    "probe": "docs/experiments/exactness.md",
+    "results": "docs/experiments/results.md",
+    "scaling_law": "docs/experiments/scaling.md",
+    "scaling_projection": "docs/experiments/scaling.md",
+    "serve_load": "docs/experiments/serving.md",
+    "shares": "docs/design/lookahead-parallelism.md",
+    "shares_compression": "docs/experiments/scaling.md",
+    "splits": "docs/experiments/scaling.md",
+    "suffix": "docs/experiments/pool.md",
+    "texts": "docs/experiments/pool.md",
+    "tp": "docs/design/tensor-parallelism.md",
+}
