@@ -44,7 +44,7 @@ def test_tune_writes_what_generate_loads(
     assert ran.code == 0, ran.err
     found = json.loads((tmp_path / "tune.json").read_text())
     names = [setting["name"] for setting in found["settings"]]
-    assert names[-2:] == [ADAPTIVE, PLAIN] and len(names) == len(BUDGETS) + 6 + 3
+    assert names[-2:] == [ADAPTIVE, PLAIN] and len(names) == len(BUDGETS) + 5 + 3
     best = max(found["settings"][:-3], key=lambda setting: setting["tokens_per_s"])
     assert names[-3] == best["name"] and f"best fixed: {best['name']}" in ran.out
     assert re.search(r"adaptive reaches \d+\.\d+ of it", ran.out) and re.search(r"\d+ ranks? pays?", ran.out)
@@ -167,7 +167,7 @@ def test_the_search_says_how_far_it_is() -> None:
     with heard_by(Heard()):
         search(lambda c: anyone, anyone, anyone, run, [[1], [2]], 3, lambda value: value, {})
     (wait,) = seen
-    assert wait.done == wait.total == (len(BUDGETS) + 7 + 3) * 2 * 3
+    assert wait.done == wait.total == (len(BUDGETS) + 6 + 3) * 2 * 3
 
 
 def test_ranks_choose_by_one_clock() -> None:
@@ -185,7 +185,7 @@ def test_ranks_choose_by_one_clock() -> None:
         return search(lambda c: anyone, anyone, anyone, run, [[1], [2]], 1, from_rank_0, {})
 
     one, other = run_lockstep(2, searched)
-    assert one == other and len(one) == len(BUDGETS) + 6 + 3
+    assert one == other and len(one) == len(BUDGETS) + 5 + 3
 
 
 def test_more_ranks_pay_while_tokens_cost() -> None:
