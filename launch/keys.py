@@ -79,11 +79,12 @@ def config_keys(config: type, group: str, names: Sequence[str]) -> list[Key]:
     hints = typing.get_type_hints(config)
     keys = []
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        nodes = [OmegaConf.to_container(compose("generate", [f"{group}={name}"])[group]) for name in names]
+        chosen = [compose("generate", [f"{group}={name}"])[group] for name in names]
+    nodes: list[Any] = [OmegaConf.to_container(node) for node in chosen]
     for item in dataclasses.fields(config):
         if item.name not in typing.cast(dict, nodes[0]):
             continue
-        defaults = dict.fromkeys(shown(typing.cast(dict, node)[item.name]) for node in nodes)
+        defaults = dict.fromkeys(shown(node[item.name]) for node in nodes)
         keys.append(
             Key(f"{group}.{item.name}", kind_of(hints[item.name]), ", ".join(defaults), one_line(texts[item.name]))
         )
