@@ -75,14 +75,14 @@ class Total:
     def of_records(cls, records: list[Record], plain: Total | None = None) -> Total:
         """Totals of a method's records under one setting."""
         rounds = [record.get("rounds_s") or [] for record in records]
-        equal = [record["equal"] for record in records]
+        equal = [record.get("equal") for record in records]
         differences = [record.get("difference") for record in records]
         return cls(
             method=str(records[0]["method"]),
             prompts=len(records),
             tokens=sum(record["tokens"] for record in records),
             steps=sum(record["steps"] for record in records),
-            step_tokens=sum(record["tokens_a_step"] * record["steps"] for record in records),
+            step_tokens=sum(record.get("tokens_a_step", 0.0) * record["steps"] for record in records),
             decode_s=sum(record["decode_s"] for record in records),
             rounds_s=[sum(times) for times in zip(*rounds, strict=False)],
             differing=None if None in equal else equal.count(False),
