@@ -371,7 +371,7 @@ NEVER = [
     ({"server", "logits"}, {"several ranks", "tp", "broadcast"}),
     ({"gpu"}, {"server", "tp"}),
     ({"bitwise"}, {"hybrid", "shifting", "captured", "gpu", "tp"}),
-    ({"another method"}, {"adaptive", "session pool"}),
+    ({"another method"}, {"adaptive", "session pool", "broadcast"}),
     ({*KINDS}, {*KINDS}),
 ]
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +79,17 @@ class Site:
         settings = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
         settings += ["--worker-urls", *self.urls, "--policy", policy]
         settings += ["--health-check-endpoint", "/ready", "--health-check-interval-secs", "1"]
-        self.start([program, *command[1:], *settings, "--cb-timeout-duration-secs", "5"], "router")
+        self.router = self.start([program, *command[1:], *settings, "--cb-timeout-duration-secs", "5"], "router")
         self.url = f"http://127.0.0.1:{port}"
-        assert eventually(lambda: self.complete(0, stream=False)[0] == 200, 60), (folder / "router").read_text()[-2000:]
+
+    def routes(self) -> bool:
+        """Whether the router answers, once it has found the servers."""
+        return eventually(lambda: self.complete(0, stream=False)[0] == 200, 60)
+
+    def close(self) -> None:
+        """End the router: it writes its name over its environment, by which `processes` would find it."""
+        os.killpg(self.router.pid, signal.SIGKILL)
+        self.router.wait()
 
     def start(self, args: list[str], name: str) -> subprocess.Popen[str]:
         with (self.folder / name).open("a") as file:
@@ -167,17 +177,18 @@ def test_two_servers_behind_a_router(
     """A probe, a status or a field that a router does not understand would cost requests, or a server for ever."""
     if not shutil.which(LAUNCH[router][0], path=os.environ.get("LP_ROUTERS", os.environ["PATH"])):
         pytest.skip(f"{router} is not installed; pip install {router}, and LP_ROUTERS=its folder bin")
-    site = Site(processes, tmp_path, router, policy)
-    assert site.load() == expected
-    answers = site.load(kill=KILLED_AFTER)
-    lost = {seed: answer for seed, answer in answers.items() if answer[0] != 200}
-    assert {seed: answers[seed] for seed in answers.keys() - lost.keys()} == {
-        seed: expected[seed] for seed in answers.keys() - lost.keys()
-    }
-    # Streams that were under way on the killed server break off; what had sent nothing was tried on the other one.
-    assert all(seed < KILLED_AFTER or status in RETRYABLE for seed, (status, _) in lost.items()), lost
-    site.servers[0] = site.start_server(site.ports[0])
-    assert eventually(lambda: site.status(f"{site.urls[0]}/ready") == 200, 120)
-    if policy == "round_robin":
-        assert eventually(lambda: site.load() == expected and site.completions(0) > 0, 120)
-    assert site.load() == expected
+    with closing(Site(processes, tmp_path, router, policy)) as site:
+        assert site.routes(), (tmp_path / "router").read_text()[-2000:]
+        assert site.load() == expected
+        answers = site.load(kill=KILLED_AFTER)
+        lost = {seed: answer for seed, answer in answers.items() if answer[0] != 200}
+        assert {seed: answers[seed] for seed in answers.keys() - lost.keys()} == {
+            seed: expected[seed] for seed in answers.keys() - lost.keys()
+        }
+        # Streams that were under way on the killed server break off; what had sent nothing was tried on the other one.
+        assert all(seed < KILLED_AFTER or status in RETRYABLE for seed, (status, _) in lost.items()), lost
+        site.servers[0] = site.start_server(site.ports[0])
+        assert eventually(lambda: site.status(f"{site.urls[0]}/ready") == 200, 120)
+        if policy == "round_robin":
+            assert eventually(lambda: site.load() == expected and site.completions(0) > 0, 120)
+        assert site.load() == expected

@@ -14,6 +14,7 @@ import lp
 from lp.engine import batch_step, decode_loop, step_sampler
 from lp.engine.plain import NoDrafts
 from lp.parallel.context import ParallelContext
+from lp.parallel.rank_group import RankGroup
 from lp.parallel.thread_ranks import run_lockstep
 from tests.tiny_models import ARCHITECTURES, BOUNDARY, VOCABULARY, drawn_text, plain_greedy, tiny_model
 
@@ -72,7 +73,7 @@ def test_it_neither_drafts_nor_learns_nor_reads_top_logits(monkeypatch: pytest.M
         (batch_step, "pack_top_logits"),
         (decode_loop.LookaheadWindow, "advance"),
         (decode_loop.UnionTree, "merge"),
-        (ParallelContext, "broadcast"),
+        (RankGroup, "broadcast"),
     ):
         monkeypatch.setattr(owner, name, refuse)
     output = lp.PlainDecoder(tiny_model()).generate([1, 2, 3], 12, eos_token_id=())
