@@ -326,9 +326,7 @@ def known_links() -> dict[str, LinkSchema]:
             6.6, 1.0, 16, f"{tuning}, PCI; PCIe 4.0 x16 at half its 32 GB/s, since LL sends a flag with every word"
         ),
         "infiniband": LinkSchema(6.6, 2.7, 12.5, f"{tuning}, NET; 200 Gbit/s at half of it, one device a node"),
-        "gloo": LinkSchema(
-            0, 532, 0.88, "by scripts/tables.py link: two processes of a busy machine of 2 x86-64 cores, torch 2.13.0"
-        ),
+        "gloo": LinkSchema(0, 532, 0.88, "measured: two processes of a busy machine of 2 x86-64 cores, torch 2.13.0"),
     }
 
 

@@ -15,7 +15,7 @@ PLACES = {
     "grammar": "docs/experiments/serving.md",
     "hybrid_steps": "docs/experiments/step-time.md",
     "journal_cost": "docs/experiments/reliability.md",
-    "link": "launch/config/schema.py",
+    "link": "docs/experiments/scaling.md",
     "long_run": "docs/experiments/reliability.md",
     "methods": "docs/experiments/budget.md",
     "models": "docs/reference/models.md",
