@@ -44,6 +44,8 @@ def settings_of(
     settings |= {"prompt_tokens": config.prompt_tokens} if config.prompt_tokens else {}
     settings |= {"gguf": config.gguf} if config.gguf else {}
     settings |= {"pass_at_1": True} if config.pass_at_1 else {}
+    settings |= {"exact": str(config.exact)} if config.exact not in ("auto", "tokens") else {}
+    settings |= {"one_shot_sums": True} if config.parallel.one_shot_sums else {}
     settings |= {"tp": config.parallel.tp} if config.parallel.tp > 1 else {}
     pool = asdict(config.pool)
     named = {f"pool_{name}": value for name, value in pool.items()}.items() <= decoder.items()

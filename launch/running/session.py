@@ -107,7 +107,7 @@ class Session(Generic[C]):
             return outputs[ORACLE].tokens
         oracle: Decoder = lp.AutoregressiveDecoder(self.loaded.model, self.context.replica_alone())
         if self.config.exact == lp.Exact.BITWISE:  # which promises plain decoding's own bits, and not transformers'
-            oracle = lp.PlainDecoder(self.loaded.model, self.context, exact=self.config.exact)
+            oracle = lp.PlainDecoder(self.loaded.model, self.context.replica_alone(), exact=self.config.exact)
         oracle.follows = next(iter(self.decoders.values())).follows
         return self.run(oracle, ids, tokens).tokens
 

@@ -85,7 +85,7 @@ class _State:
         running = engine.running
         waiting = max(loop.texts - running, 0)
         pool = engine.pool
-        used = 1 - pool.free / pool.capacity
+        used = 1 - engine.available_slots / pool.capacity  # what is kept for reuse is no load
         yield GaugeMetricFamily("lp_texts_running", "texts that take steps", running)
         yield GaugeMetricFamily("lp_texts_waiting", "texts that wait", waiting)
         yield GaugeMetricFamily("lp_cache_slots", "cache slots of all texts", pool.capacity)

@@ -68,7 +68,12 @@ class TextCaches:
 
     def has_room(self, slots: int) -> bool:
         """Whether a text that may need so many slots can begin."""
-        return self.pool.free + self._prefixes.slots >= slots
+        return self.available >= slots
+
+    @property
+    def available(self) -> int:
+        """Slots that texts to come may have: those that none has, and those kept for prompts that begin alike."""
+        return self.pool.free + self._prefixes.slots
 
     def take(
         self, slots: int, prompt: Sequence[int], running: Callable[[], Iterable[CachedText]]

@@ -205,6 +205,11 @@ class EngineCore:
             text.delivery.num_kept = len(text.tokens)
             self._end(text, Stop.INTERRUPTED, "cancelled")
 
+    @property
+    def available_slots(self) -> int:
+        """Cache slots that texts to come may have."""
+        return self._caches.available
+
     def clear_prefixes(self) -> None:
         """Reuse no text that there has been so far."""
         self._caches.clear_prefixes()

@@ -209,6 +209,11 @@ class Engine:
         self._core.__exit__(kind, error, traceback)
         del self.pool
 
+    @property
+    def available_slots(self) -> int:
+        """Cache slots that texts to come may have; caches of ended texts, kept for reuse, count among them."""
+        return self._core.available_slots
+
     def clear_prefixes(self) -> None:
         """Reuse no text that there has been so far, as must be done when weights are changed in place.
 

@@ -580,7 +580,7 @@ class ModelRunner:
         # A number: those of all tokens, which need no gathering. For the last ones, too, a number would do; but Gemma 4
         # then drops the others before it applies the mask, which has no parts behind that. A model gives at least one.
         indices += [0] * (self.padded(len(indices) or 1) - len(indices))
-        slices_masks = len(trees) > 1 and getattr(self.config, "num_kv_shared_layers", 0)
+        slices_masks = len(trees) > 1 and bool(getattr(self.config, "num_kv_shared_layers", None))
         keeps_all = indices == [*range(starts[-1])] and not slices_masks
         logits_to_keep = len(indices) if keeps_all else to_device(indices, self.device)
         output = self.network(
