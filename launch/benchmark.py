@@ -17,6 +17,7 @@ from lp.engine.output import GenerationOutput
 from lp.errors import UserError
 
 from .bench.alternation import Measured, alternate, warm_up
+from .bench.compare import Difference
 from .bench.machine import PeakMemory
 from .bench.records import Record, RecordFile, digest
 from .bench.runs import Bench, ModelCache, open_bench
@@ -76,7 +77,8 @@ def _measure_all(bench: Bench, file: RecordFile | None) -> None:
     with ProgressBar(bench.context.is_main, len(todo), file.records if file else []) as bar:
         for index, prompt in todo:
             measured, shares = _measure(bench, prompt)
-            records = on_main(bench.context, partial(_write, bench, file, index, prompt, measured, shares))
+            found = bench.compared(prompt, measured)
+            records = on_main(bench.context, partial(_write, bench, file, index, prompt, measured, shares, found))
             bar.advance(records or [])
 
 
@@ -87,10 +89,11 @@ def _write(
     prompt: Prompt,
     measured: dict[str, Measured],
     shares: dict[str, Any],
+    found: list[Difference] | None,
 ) -> list[Record]:
     """Put a prompt's records on the disk and return them."""
     assert file
-    records = bench.records(index, prompt, measured, shares)
+    records = bench.records(index, prompt, measured, shares, found)
     file.append(records)
     return records
 

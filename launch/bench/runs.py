@@ -29,7 +29,7 @@ from ..running.session import Session, checked, on_main, open_model
 from ..text.detokenizer import decoded
 from .alternation import Measured
 from .baselines import BASELINES
-from .compare import differences
+from .compare import Difference, differences
 from .machine import machine_now
 from .methods import (
     bare_name,
@@ -93,19 +93,34 @@ class Bench(Session[BenchmarkConfig]):
             for of_rank in (by_rank if shares_steps(method) else by_rank[: self.context.replica.size])
         ]
 
-    def records(
-        self, index: int, prompt: Prompt, measured: Mapping[str, Measured], shares: Mapping[str, list[dict[str, float]]]
-    ) -> list[Record]:
-        """The records of one prompt, one a method."""
-        ids = self.encode(prompt)
-        new = {name: result.output.tokens for name, result in measured.items()}
-        compared = not new.keys().isdisjoint((PLAIN, ORACLE)) and not self.in_distribution
-        found = []
-        if compared:
+    def compared(self, prompt: Prompt, measured: Mapping[str, Measured]) -> list[Difference] | None:
+        """Where methods part from plain decoding; None on other ranks than 0, and where nothing is compared.
+
+        All ranks call it: those that hold a model between them must compute together, others wait for rank 0.
+        """
+        if measured.keys().isdisjoint((PLAIN, ORACLE)) or self.in_distribution:
+            return None
+
+        def compare() -> list[Difference]:
+            ids = self.encode(prompt)
             outputs = {name: result.output for name, result in measured.items()}
             plain = self.oracle_tokens(ids, self.config.max_new_tokens, outputs)
-            found = differences(self.loaded.model, ids, new, plain, self.sampling)
-        by_method = {difference.method: difference for difference in found}
+            new = {name: output.tokens for name, output in outputs.items()}
+            return differences(self.loaded.model, ids, new, plain, self.sampling)
+
+        return compare() if self.context.replica.size > 1 else on_main(self.context, compare)
+
+    def records(
+        self,
+        index: int,
+        prompt: Prompt,
+        measured: Mapping[str, Measured],
+        shares: Mapping[str, list[dict[str, float]]],
+        found: list[Difference] | None,
+    ) -> list[Record]:
+        """The records of one prompt, one a method; `found` is what `compared` gave."""
+        ids = self.encode(prompt)
+        by_method = {difference.method: difference for difference in found or []}
         head = {"task": self.config.task.name, "index": index, "task_id": prompt.task_id}
         head |= {"prompt_digest": digest(prompt.text), "prompt_tokens": len(ids)}
         records = []
@@ -115,7 +130,7 @@ class Bench(Session[BenchmarkConfig]):
             record["captured"] = captured(self.decoders.get(name))
             record["machine"] = machine_now(self.context.device, self.context.world_size)
             record["text"] = decoded(self.loaded.tokenizer, result.output.tokens, behind=ids)
-            record["equal"] = name not in by_method if compared else None
+            record["equal"] = None if found is None else name not in by_method
             record["difference"] = asdict(by_method[name]) if name in by_method else None
             if self.config.quality:
                 tokens = result.output.tokens

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Iterator
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf.errors import ConfigAttributeError, MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from lp.engine.interrupts import asked_to_end
 from lp.errors import RankLost, UserError
@@ -114,9 +114,11 @@ def explain(error: Exception) -> str:
 
 def _removed(error: Exception, cause: BaseException) -> str | None:
     """What to write instead of a key that is gone, given as an override or in a file; None for any other error."""
-    override = re.search(r"Could not override '([^']*)'", str(error))
-    place = getattr(error.__context__ if cause is error else cause, "full_key", None)
-    keys = [override[1] if override else "", f"{place}", f"{place}="]
+    override = re.search(r"Could not (?:override|delete from config\.) '([^']*)'", str(error))
+    inner = error.__context__ if cause is error else cause
+    place = getattr(inner, "full_key", None)
+    is_unknown = isinstance(inner, ConfigAttributeError | ConfigKeyError)  # else its value is at fault
+    keys = [override[1] if override else "", f"{place}" if is_unknown else "", f"{place}="]
     return next(filter(None, map(removal, keys)), None)
 
 

@@ -20,7 +20,7 @@ from .api_errors import SHOWN, ApiError, of_validation
 from .llamacpp import llamacpp_routes
 from .openai import openai_routes
 from .served import Served
-from .status import open_paths, status_routes
+from .status import OPEN_PATHS, open_paths, status_routes
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -45,7 +45,7 @@ def build_app(
         served: the model.
         api_key: key that clients must give; None: none.
         max_body_bytes: the largest body of a request, in bytes.
-        host: where the server listens. Without a key, a server of LOOPBACK answers to these names alone.
+        host: where the server listens. A server of LOOPBACK answers requests without a key to these names alone.
         metrics_key, models_key: whether /metrics, and the list of models, need the key where there is one.
     """
     app = FastAPI(title="lp", version=lp.__version__, docs_url=None, redoc_url=None)  # theirs need the internet
@@ -57,7 +57,7 @@ def build_app(
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RecursionError, _too_deep)
     app.add_exception_handler(Exception, _failure)
-    by_any_name = api_key is not None or host not in LOOPBACK
+    by_any_name = host not in LOOPBACK
     return Guard(app, served, api_key, max_body_bytes, by_any_name, open_paths(metrics_key, models_key))
 
 
@@ -103,7 +103,7 @@ class Guard:
         app: what is behind it.
         served: the model, whose metrics count responses.
         api_key, max_body_bytes: see `build_app`.
-        by_any_name: whichever name a client calls the server by.
+        by_any_name: any name that a client calls the server by will do, with a key or without.
         open_paths: what is answered without the key.
     """
 
@@ -137,8 +137,7 @@ class Guard:
             await send(message)
 
         try:
-            self._check_key(scope)
-            self._check_name(scope)
+            self._check_name(scope, self._check_key(scope))
             body = await self._body(scope, receive)
         except ApiError as error:
             await JSONResponse(error.body(), error.status)(scope, receive, counted)
@@ -156,18 +155,22 @@ class Guard:
 
         await self.app(scope, replay, counted)
 
-    def _check_key(self, scope: Message) -> None:
-        if self._key is None or scope["path"] in self.open_paths:
-            return
+    def _check_key(self, scope: Message) -> bool:
+        """Refuse a request that lacks the key it needs; whether it has one."""
+        if self._key is None:
+            return False
         given = dict(scope["headers"]).get(b"authorization", b"")
-        if not hmac.compare_digest(given, b"Bearer " + self._key):
+        has_key = hmac.compare_digest(given, b"Bearer " + self._key)
+        if not has_key and scope["path"] not in self.open_paths:
             raise ApiError(401, "this server needs its API key; send it as Authorization: Bearer KEY")
+        return has_key
 
-    def _check_name(self, scope: Message) -> None:
+    def _check_name(self, scope: Message, has_key: bool) -> None:
         """A web page can let its own name lead to this machine, and would be of the server's own origin then."""
         given = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
         name = PORT.sub("", given).strip("[]").lower()
-        if not (self.by_any_name or not name or name in LOOPBACK):
+        harmless = self._key is not None and scope["path"] in OPEN_PATHS
+        if not (self.by_any_name or has_key or harmless or not name or name in LOOPBACK):
             names = ", ".join(LOOPBACK)
             message = f"this server is not called {name[:SHOWN]!r}; call it by one of {names}, or give it an api_key"
             raise ApiError(403, message)

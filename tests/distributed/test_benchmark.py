@@ -56,6 +56,20 @@ def test_a_job_that_fails_on_rank_0_leaves_the_next_one(
     assert processes.wait_for_end(5) == []
 
 
+def test_methods_of_ranks_that_divide_a_model_are_compared(
+    processes: Processes, settings: list[str], tmp_path: Path
+) -> None:
+    """Rank 0 compared alone, by a model of which it has a part: the job ended by its time-out."""
+    asked = [*settings, "W=2", "parallel.tp=2", "methods=[lookahead,plain]", "parallel.timeout_s=30", f"out={tmp_path}"]
+    ran = processes.run(processes.torchrun(2, "launch.benchmark", *asked), ON_CPU, timeout_s=240)
+    assert ran.returncode == 0, ran.stderr
+    assert [(each.method, each.differing) for each in totals(load_records(tmp_path))] == [
+        ("lookahead", 0),
+        ("plain", 0),
+    ]
+    assert processes.wait_for_end() == []
+
+
 def test_scaling_measures_ranks_and_holds_a_projection_against_them(
     processes: Processes, settings: list[str], tmp_path: Path
 ) -> None:

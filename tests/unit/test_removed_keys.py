@@ -59,14 +59,23 @@ def configs() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("configs")
-@pytest.mark.parametrize("plus", ["", "+"])
+@pytest.mark.parametrize("plus", ["", "+", "~"])
 @pytest.mark.parametrize("key", sorted({*REMOVED} - {GROUP}))
 def test_keys_of_apps(key: str, plus: str) -> None:
     """A run that took an old key for nothing, or called it unknown, would leave its user to look for the new one."""
     app = "scaling" if key.startswith("nodes") else "generate"
     with pytest.raises((HydraException, OmegaConfBaseException, lp.UserError)) as raised:
-        settings(compose(app, [*ASKED_WITH.get(key, []), f"{plus}{key}=1"]))
-    assert REMOVED["nodes" if plus and key.startswith("nodes") else key] in explain(raised.value)
+        settings(compose(app, [*ASKED_WITH.get(key, []), f"~{key}" if plus == "~" else f"{plus}{key}=1"]))
+    assert REMOVED["nodes" if plus == "+" and key.startswith("nodes") else key] in explain(raised.value)
+
+
+@pytest.mark.usefixtures("configs")
+def test_a_key_that_another_decoder_still_has() -> None:
+    """A wrong value of it was called a key that is gone."""
+    with pytest.raises((HydraException, OmegaConfBaseException)) as raised:
+        compose("generate", ["decoder=lookahead_paper", "decoder.warmup_steps=abc"])
+    told = explain(raised.value)
+    assert "gone" not in told and "warmup_steps" in told and "abc" in told
 
 
 @pytest.mark.usefixtures("configs")

@@ -406,7 +406,12 @@ def test_any_name_with_a_key_or_another_address(demo_server: Running, small_serv
     from launch.serve.api import build_app
 
     there = {"Host": "models.example", "Authorization": "Bearer s3cret"}
-    assert small_server.http().get("/v1/models", headers=there).status_code == 200
+    http = small_server.http()
+    assert http.get("/v1/models", headers=there).status_code == 200
+    assert http.get("/ready", headers={"Host": "models.example"}).status_code == 200
+    # A page whose own name leads here has no key: it could read what needs none.
+    assert http.get("/metrics", headers={"Host": "evil.example"}).status_code == 403
+    assert http.get("/metrics", headers=there).status_code == 200
     for host in ("0.0.0.0", "10.0.0.1"):
         client = TestClient(build_app(demo_server.served, host=host))
         assert client.get("/v1/models", headers=there).status_code == 200
