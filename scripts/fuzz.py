@@ -8,8 +8,8 @@
     python scripts/fuzz.py --cases 100000 --processes 2 --ledger fuzz.jsonl     # goes on where it was stopped
     python scripts/fuzz.py --report fuzz.jsonl          # cases by commit and seed, pairs of features not met yet
 
-Draws what tests/drawn_cases.py lists, its pairs of features in turn. Cases that failed once (tests/fuzz_corpus.jsonl)
-run first. Ends with one JSON line; exit code 1 where a case failed.
+Draws what tests/support/drawn_cases.py lists, its pairs of features in turn. Cases that failed once
+(tests/fuzz_corpus.jsonl) run first. Ends with one JSON line; exit code 1 where a case failed.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.drawn_cases import FEATURES, Case, drawn, features
-from tests.fuzz_ledger import Ledger, report
-from tests.fuzzing import past_failures, run
-from tests.shrinking import shrink
-from tests.tiny_models import MATRIX
+from tests.support.drawn_cases import FEATURES, Case, drawn, features
+from tests.support.fuzz_ledger import Ledger, report
+from tests.support.fuzzing import past_failures, run
+from tests.support.shrinking import shrink
+from tests.support.tiny_models import MATRIX
 
 CHUNK = 10  # cases of a line of the ledger
 CHUNKS_OF_A_PROCESS = 100  # FastAPI keeps every server of a process, and with it its model: 4 GB in 6000 cases
@@ -129,7 +129,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--share", type=float, default=0.1, help="of cases with several ranks")
-    parser.add_argument("--archs", nargs="+", choices=MATRIX, help="names of tests/tiny_models.py to draw from")
+    parser.add_argument("--archs", nargs="+", choices=MATRIX, help="names of tests/support/tiny_models.py to draw from")
     parser.add_argument("--features", nargs="+", choices=FEATURES, default=[], help="that every case is to have")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--ledger", type=Path, help="file of the cases that have run, which are not run again")

@@ -122,7 +122,7 @@ def _copy(source: Path, target: Path) -> None:
 def _failing_test(tree: Path, tests: Sequence[str]) -> str | None:
     """The first of these tests that fails, or what else ended them; None where all pass."""
     output = tree / "output.txt"
-    process = SERVER.Process(target=_run_tests, args=(tree, [f"tests/unit/{test}" for test in tests], output))
+    process = SERVER.Process(target=_run_tests, args=(tree, [f"tests/{test}" for test in tests], output))
     process.start()
     assert process.pid
     process.join(LIMIT_S)
@@ -136,7 +136,7 @@ def _failing_test(tree: Path, tests: Sequence[str]) -> str | None:
         return None
     lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
     failed = [line.split(" ")[1] for line in lines if line.startswith(("FAILED ", "ERROR "))]
-    return failed[0].removeprefix("tests/unit/") if failed else f"pytest ended with {process.exitcode}"
+    return failed[0].removeprefix("tests/") if failed else f"pytest ended with {process.exitcode}"
 
 
 def _run_tests(tree: Path, files: Sequence[str], output: Path) -> None:

@@ -62,7 +62,7 @@ suite() { # NAME, arguments of pytest: the fast suite; what has passed is in the
   nice -n "${NICE:-0}" "$python" -m lp.compile_functions || return # what numba compiles: else every process would
   # Its settings by name: else pytest looks for them above all paths of its arguments, of which the ledger's may be far away.
   nice -n "${NICE:-0}" "$python" -m pytest -c pyproject.toml --rootdir "$root" -n "${WORKERS:-2}" --dist loadgroup \
-    -p tests.ledger --ledger "$ledger" "$@" || status=$?
+    -p tests.support.ledger --ledger "$ledger" "$@" || status=$?
   [ $status -ne 5 ] || status=0 # nothing was left to run
   say "$name: $(grep -c '^passed' "$ledger") passed, $(grep -c '^skipped' "$ledger") skipped, in all runs on this code; $([ $status -eq 0 ] && echo "none failed" || echo "some FAILED")"
   return $status

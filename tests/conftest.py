@@ -1,6 +1,6 @@
 """What every test shares: one thread, fixed seeds, counts of drawn cases, and processes that end with their test.
 
-Tiny models of every architecture come from `tests.tiny_models`.
+Tiny models of every architecture come from `tests.support.tiny_models`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,17 @@ from typing import TYPE_CHECKING, TypeVar
 import pytest
 import torch
 
+from lp.budget.prior import SIZES
+from lp.budget.step_times import StepTimes
 from lp.compile_cache import NOW, SETTING
+from lp.config import LookaheadConfig
+from lp.draft.share import step_tokens
+from lp.engine.step_timing import GivenStepTimes
 
 if TYPE_CHECKING:
     import psutil  # not on every machine that runs tests/gpu
 
+pytest_plugins = ["tests.support.apps", "tests.support.forked"]
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parent.parent
 LONG = os.environ.get("LP_TEST_LONG") == "1"
@@ -93,6 +99,44 @@ def seeded() -> None:
     """Tests draw the same numbers alone and in any order."""
     random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def given_step_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step times for decoders that are given none, so that no test depends on how busy the machine is.
+
+    A module that tests the measuring overrides it.
+    """
+
+    def fixed(runner: object, config: LookaheadConfig, context: object, again: bool) -> GivenStepTimes:
+        sizes = tuple(sorted({1, min(step_tokens(config), SIZES[-1])}))
+        return GivenStepTimes(StepTimes(sizes, tuple(1e-3 + 1e-5 * size for size in sizes), 1e-3))
+
+    monkeypatch.setattr("lp.engine.lookahead.KnownStepTimes", fixed)
+
+
+@pytest.fixture(autouse=True)
+def clean_config_store() -> Iterator[None]:
+    """A toy backend's or source's choice in the apps ends with its test, or messages that list choices would differ."""
+    if "hydra" not in sys.modules:  # not on every machine that runs tests/gpu
+        yield
+        return
+    from hydra.core.config_store import ConfigStore
+
+    repo = ConfigStore.instance().repo
+    before = {group: dict(repo.get(group, {})) for group in ("attention", "decoder")}
+    yield
+    repo.update(before)
+
+
+@pytest.fixture(autouse=True)
+def clean_environment() -> Iterator[None]:
+    """An app that is started in a test's own process puts its prompt there, which the next app would take."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -4,7 +4,7 @@
     python scripts/tables.py long_run --tokens 5000 --greedy
 
 The model is small, so that the figures are those of the loop: what grows with the text is the cache and the attention
-to it. Needs a clone: the model is one of tests/tiny_models.py.
+to it. Needs a clone: the model is one of tests/support/tiny_models.py.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class LongRun(Study):
 
     def methods(self) -> Mapping[str, Method]:
         def run(row: Row) -> Result:
-            from tests.tiny_models import tiny_model  # of the clone alone
+            from tests.support.tiny_models import tiny_model  # of the clone alone
 
             torch.set_num_threads(1)
             model = tiny_model(dtype=torch.float32, max_position_embeddings=self.tokens + 1)  # the prompt is one token

@@ -19,8 +19,8 @@ class Models(Command):
     """Writes a page."""
 
     def run(self) -> None:
-        from tests.architectures import PAGE, page  # of the clone alone
-        from tests.mapped import mapped_page
+        from tests.support.architectures import PAGE, page  # of the clone alone
+        from tests.support.mapped import mapped_page
 
         torch.set_num_threads(1)
         for make_page in (page, mapped_page):  # each replaces its own part

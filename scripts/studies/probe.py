@@ -47,7 +47,7 @@ class Probe(Study):
             if self.model:
                 yield Row({"model": self.model, "dtype": name}, partial(_loaded, self.model, name))
                 continue
-            from tests.tiny_models import MATRIX, drawn_weights, tiny_config, tiny_model  # of the clone alone
+            from tests.support.tiny_models import MATRIX, drawn_weights, tiny_config, tiny_model  # of the clone alone
 
             for seed in range(self.weights):
                 yield Row({"model": f"weights {seed}", "dtype": name}, partial(drawn_weights, seed, dtype))

@@ -16,7 +16,7 @@ from lp.config import Capture
 from lp.draft.layout import StepLayout
 from lp.models.runner import ModelRunner
 from tests.conftest import GPU_DRY_RUN
-from tests.layouts import chains, layout_of, row_0, visible_of
+from tests.support.layouts import chains, layout_of, row_0, visible_of
 
 DEVICE = torch.device("cpu" if GPU_DRY_RUN else "cuda")
 VOCABULARY = 97

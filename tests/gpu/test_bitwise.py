@@ -13,13 +13,13 @@ import pytest
 import torch
 
 import lp
-from tests.by_position_cases import LENGTHS, SMALL, Case, differing, worst_error
 from tests.conftest import GPU_DRY_RUN
 from tests.gpu.parity import DEVICE, DTYPES, VOCABULARY, model_of
-from tests.tiny_models import tiny_model
+from tests.support.by_position_cases import LENGTHS, SMALL, Case, differing, worst_error
+from tests.support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.gpu
-compiled = pytest.mark.skipif(GPU_DRY_RUN, reason="a compiled kernel needs a GPU; tests/unit interprets it")
+compiled = pytest.mark.skipif(GPU_DRY_RUN, reason="a compiled kernel needs a GPU; an interpreter has its test")
 FACTOR = 4  # of the interpreter's tolerance: tensor cores add in an order of their own, and not all bits of a sum
 LARGE = {
     f"{heads} heads, {kv_heads} of keys, dimension {dim}, window {window}, {dtype}": Case(

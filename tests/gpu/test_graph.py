@@ -19,7 +19,7 @@ from lp.config import Capture
 from lp.models.runner import ModelRunner
 from tests.conftest import GPU_DRY_RUN
 from tests.gpu.parity import DTYPES, PREFIXES, TOLERANCE, VOCABULARY, layouts, model_of, text
-from tests.layouts import visible_of
+from tests.support.layouts import visible_of
 
 pytestmark = pytest.mark.gpu
 GRAPH = Capture.OFF if GPU_DRY_RUN else Capture.GRAPH

@@ -13,11 +13,11 @@ from tests.conftest import GPU_DRY_RUN
 from tests.gpu.parity import model_of
 
 pytest.importorskip("triton", reason="a layer's kernels need Triton")
-from tests.layer_kernel_cases import CASES, DTYPES
+from tests.support.layer_kernel_cases import CASES, DTYPES
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(GPU_DRY_RUN, reason="a compiled kernel needs a GPU; tests/unit interprets it"),
+    pytest.mark.skipif(GPU_DRY_RUN, reason="a compiled kernel needs a GPU; an interpreter has its test"),
 ]
 TOLERANCE = 4.0  # eps; an H100 gave 0 in bfloat16, 0.1 in float16, and 2.9 in float32, where sums have another order
 

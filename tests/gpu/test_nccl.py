@@ -10,8 +10,8 @@ import torch
 import lp
 from lp.parallel.replica import ProcessReplica
 from tests.conftest import Processes
-from tests.distributed.forked import Forked
-from tests.distributed.launches import check_cases, check_kill
+from tests.support.forked import Forked
+from tests.support.launches import check_cases, check_kill
 
 pytestmark = pytest.mark.gpu
 GPUS = torch.cuda.device_count()

@@ -12,7 +12,7 @@ from tests.conftest import GPU_DRY_RUN
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(GPU_DRY_RUN, reason="a compiled kernel needs a GPU; tests/unit interprets it"),
+    pytest.mark.skipif(GPU_DRY_RUN, reason="a compiled kernel needs a GPU; an interpreter has its test"),
 ]
 
 
@@ -20,7 +20,7 @@ pytestmark = [
 def test_it_is_torchs_noise(dtype: torch.dtype, record_property: Callable[[str, object], None]) -> None:
     """A device's logarithm, or its products of 64 bits, may differ where the interpreter's are numpy's."""
     pytest.importorskip("triton", reason="the noise kernel needs Triton")
-    from tests.noise_kernel_cases import largest_is_finite, same_bits, worst_error
+    from tests.support.noise_kernel_cases import largest_is_finite, same_bits, worst_error
 
     record_property("part", "noise")
     record_property("dtype", str(dtype).removeprefix("torch."))

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from tests.conftest import GPU_DRY_RUN
-from tests.tree_kernel_cases import SMALL, Case, draw, worst_error
+from tests.support.tree_kernel_cases import SMALL, Case, draw, worst_error
 
 pytest.importorskip("triton", reason="the tree kernel needs Triton")
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(GPU_DRY_RUN, reason="a compiled kernel needs a GPU; tests/unit interprets it"),
+    pytest.mark.skipif(GPU_DRY_RUN, reason="a compiled kernel needs a GPU; an interpreter has its test"),
 ]
 # Of the interpreter's tolerance: tensor cores add in an order of their own, and not all bits of a sum.
 FACTOR = 4

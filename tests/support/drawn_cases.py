@@ -1,0 +1,422 @@
+"""Cases of decoding, drawn from seeds.
+
+A case is data: JSON of it is all that is needed to run it again (`tests.support.fuzzing`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from typing import Any, Literal
+
+import torch
+import transformers as tf
+from transformers import LogitsProcessor
+
+import lp
+from lp.attention.flash import SHORT
+from lp.models.recurrent_layers import MODEL_TYPES
+from lp.models.support import check_supported
+from lp.models.tensor_parallel import STYLES
+from tests.support.pools import drawn_switches
+from tests.support.processors import Alternating
+from tests.support.tiny_models import MATRIX, drawn_text, tiny_config, tiny_model
+
+# Whose sizes may be drawn: nothing in their configs goes layer by layer.
+RESIZED = [
+    "llama", "mistral", "mistral_sliding", "qwen2", "qwen2_sliding", "qwen3", "phi3", "gemma", "granite", "gpt_neox",
+    "stablelm", "olmo2", "starcoder2", "phi3_sliding",
+]  # fmt: skip
+STOPPABLE = 8  # fewest tokens of a vocabulary that has strings to stop at
+FAR = [*RESIZED, *["llama", "qwen2"] * 6]  # of long cases: more of those whose biases make rows look near
+LONG, LONG_EVERY = 2 * SHORT, 4  # tokens of the longest prompts; cases for a long one, on one rank and on several
+PEERS: dict[str, Any] = {
+    "prompt_lookup": lp.PromptLookupConfig,
+    "paper": lp.PaperConfig,
+    "recycling": lp.RecyclingConfig,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model, a prompt and what is asked for; the defaults are the simplest there is.
+
+    Attributes:
+        arch, model_seed, sharpness, recency, overrides: of `tiny_model`.
+        backend: the attention.
+        method: "lookahead" or one of PEERS, with their default settings.
+        config: fields of LookaheadConfig.
+        ids, new: the prompt, and the most tokens to add.
+        ranks: threads in lockstep.
+        tp: of these, ranks that hold a model between them.
+        sampling: fields of SamplingParams.
+        processors: names of PROCESSORS.
+        eos, stop_strings: as `generate` takes them.
+        criterion: end where the sum of all ids is a multiple of it; 0 for never.
+        prefill_chunk: rows.
+        calls: of the same decoder, one after the other.
+        turns: of a chat; a later prompt is the text so far and some more, and comes to the same decoder or engine.
+        step_times: seed of the step times of an adaptive budget.
+        captured: steps have a few fixed shapes.
+        logits: those of every token are compared too, which shows what changes no token; on one rank.
+        company: other texts, drawn, that share steps with this one in an engine; then steps are not captured.
+        grammar: seed of a `ToyGrammar` that the text follows; 0 for none.
+        prediction: the text itself is predicted, with this percentage of its tokens changed; -1 for nothing.
+        sequence: which noise depends on.
+        gpu: the decoder runs on simulated GPUs, one a rank, and "off" or "auto" captures; "" for none.
+        server: the text is asked of a server over HTTP, and so many others at the same time; -1 for none.
+        bitwise: dtype of the weights in the mode `exact="bitwise"`, where logits are those of `PlainDecoder` in it
+            bit for bit, and nothing is promised against `generate`; "" for the usual mode, in float64.
+    """
+
+    arch: str = "llama"
+    model_seed: int = 0
+    sharpness: float = 3.0
+    recency: float = 0.0
+    overrides: dict[str, Any] = field(default_factory=dict)
+    backend: str = "auto"
+    method: str = "lookahead"
+    config: dict[str, Any] = field(default_factory=dict)
+    ids: list[int] = field(default_factory=lambda: [1])
+    new: int = 1
+    ranks: int = 1
+    tp: int = 1
+    sampling: dict[str, Any] | None = None
+    processors: list[str] = field(default_factory=list)
+    eos: list[int] = field(default_factory=list)
+    stop_strings: list[str] = field(default_factory=list)
+    criterion: int = 0
+    prefill_chunk: int = 512
+    calls: int = 1
+    step_times: int = 0
+    captured: bool = False
+    logits: bool = False
+    company: int = 0
+    turns: int = 1
+    grammar: int = 0
+    prediction: int = -1
+    sequence: int = 0
+    gpu: str = ""
+    server: int = -1
+    bitwise: str = ""
+
+    @classmethod
+    def drawn(
+        cls,
+        seed: str,
+        ranks: int,
+        long: bool = False,
+        archs: Sequence[str] | None = None,
+        wanted: Collection[str] = (),
+    ) -> Case:
+        """What a seed stands for; a long case has few new tokens behind about as many or twice as many as SHORT.
+
+        Args:
+            archs: to draw from; None: any that is supported.
+            wanted: of FEATURES, that it is to have, as far as they go together.
+        """
+        rng = random.Random(seed)
+        if archs is None:
+            fitting = [name for name in KINDS if name in wanted]
+            archs = _kinds()[fitting[0]] if fitting and not long else None
+
+        def takes(name: str, chance: float) -> bool:
+            return name in wanted or rng.random() < chance
+
+        arch = rng.choice(archs or (FAR if long else RESIZED if rng.random() < 0.6 else supported()))
+        overrides = _drawn_sizes(rng, arch)
+        vocabulary = overrides["vocab_size"]
+        fewest = rng.choice([1, 1, 1, 40])
+        eos = [rng.randrange(vocabulary) for _ in range(rng.choice([0, 1, 3]))] if vocabulary > 2 else []
+        strings = ["".join(rng.choices("abc", k=rng.randint(1, 3))) for _ in range(rng.randint(1, 2))]
+        sampled = takes("sampled", 0.8 if long else 0.4) or "warpers" in wanted
+        method = rng.choice([*PEERS] if takes("another method", 0.25) else ["lookahead"])
+        method = "lookahead" if {"adaptive", "session pool", "broadcast"} & {*wanted} else method
+        config = _drawn_config(rng, method)
+        if method == "lookahead":
+            config |= {"adaptive": True} if "adaptive" in wanted else {}
+            config |= {"pool_scope": "session"} if "session pool" in wanted else {}
+            config |= {"kv_sync": "broadcast"} if "broadcast" in wanted else {}
+        length, new, chunks = rng.randint(fewest, max(fewest, 60)), rng.randint(1, 60), [1, 7, 64, 512]
+        if long:  # or the text grows past SHORT while it is generated
+            overrides |= {"max_position_embeddings": 2 * LONG} | ({"attention_bias": True} if arch == "llama" else {})
+            eos, length = [], rng.choice([rng.randint(SHORT - 20, SHORT), rng.randint(SHORT, LONG)])
+            new, chunks = rng.randint(8, 24), [64, 512]
+        sampling = _drawn_sampling(rng) if sampled else None
+        if sampling and "warpers" in wanted and len(sampling) == 2:
+            sampling["top_p"] = 0.8
+        ends = vocabulary >= STOPPABLE and takes("stop strings", 0.2)
+        drawn = cls(
+            arch=arch,
+            model_seed=rng.randrange(1000),
+            sharpness=rng.choice([3.0, 6.0, 6.0] if long else [0.0, 1.0, 2.0, 3.0, 3.0, 3.0, 6.0]),
+            recency=rng.choice([0.0, 2.0, 2.0]) if long else 0.0,
+            overrides=overrides,
+            backend=rng.choice(["auto"] * (8 if long else 1) + ["sdpa", "eager"]) if arch in RESIZED else "auto",
+            method=method,
+            config=config,
+            ids=drawn_text(rng, length, vocabulary),
+            new=new,
+            ranks=ranks,
+            sampling=sampling,
+            processors=rng.sample([*PROCESSORS], rng.choice([1, 2]) if takes("processors", 0.4) else 0),
+            eos=eos if "eos" not in wanted or eos or vocabulary <= 2 else [rng.randrange(vocabulary)],
+            stop_strings=strings if ends else [],
+            criterion=37 if takes("criterion", 0.15) else 0,
+            prefill_chunk=rng.choice(chunks),
+            calls=2 if takes("calls", 0.25) else 1,
+            step_times=rng.randrange(1000),
+            captured=takes("captured", 0.1 if long else 0.3),
+            logits=ranks == 1 and takes("logits", 0.8 if long else 0.5),
+            tp=_drawn_tp(rng, arch, ranks, overrides, "tp" in wanted),
+            company=rng.choice([1, 2, 5]) if takes("company", 0.5) and "captured" not in wanted else 0,
+            turns=2 if takes("turns", 0.1) else 1,
+            grammar=rng.randrange(1, 1000) if takes("grammar", 0.1) else 0,
+            prediction=rng.choice([0, 10, 100]) if takes("prediction", 0.15) else -1,
+            sequence=rng.choice([1, 7]) if takes("sequence", 0.2) else 0,
+            gpu=rng.choice(["off", "auto"]) if takes("gpu", 0.02) and not long else "",
+            server=rng.choice([0, 1, 3]) if takes("server", 0.03) else -1,
+        )
+        drawn = _fitting(drawn, rng)
+        own = random.Random(f"bitwise-{seed}")
+        if "bitwise" in wanted or own.random() < 0.08:
+            drawn = replace(drawn, bitwise=own.choice(["float32", "bfloat16"]))
+        return _bitwise(drawn)
+
+    def json(self) -> str:
+        """What differs from the defaults."""
+        return json.dumps({key: value for key, value in asdict(self).items() if value != asdict(Case())[key]})
+
+
+def _fitting(case: Case, rng: random.Random) -> Case:
+    """Without what does not go together with the rest."""
+    if case.gpu and (case.server >= 0 or case.ranks > 4):
+        case = replace(case, gpu="")
+    if case.server >= 0 and case.ranks > 1:
+        case = replace(case, server=-1)
+    if case.gpu:  # which is slow
+        case = replace(case, tp=1, captured=False, backend="auto", new=min(case.new, 16), company=min(case.company, 1))
+    if case.server >= 0:  # what a request of /completion has
+        case = replace(
+            case, processors=[], criterion=0, logits=False, stop_strings=[], grammar=0, prediction=-1, sequence=0,
+            captured=False, company=0,
+        )  # fmt: skip
+    if case.company or kind(case.arch) == "shifting":
+        case = replace(case, captured=False)
+    if case.grammar:
+        ends = case.eos or [rng.randrange(case.overrides["vocab_size"])]
+        kept = [name for name in case.processors if name not in FORBIDDING]
+        case = replace(case, processors=kept, eos=ends)
+    return case
+
+
+def _bitwise(case: Case) -> Case:
+    """With what the mode can be had with, if it can be had with the architecture at all."""
+    if not case.bitwise or not takes_bitwise(case.arch):
+        return replace(case, bitwise="")
+    return replace(case, backend="auto", captured=False, gpu="", tp=1, logits=case.ranks == 1 and case.server < 0)
+
+
+@cache
+def takes_bitwise(arch: str) -> bool:
+    """Whether `exact="bitwise"` can be had with an architecture."""
+    try:
+        lp.PlainDecoder(tiny_model(arch, dtype=torch.float32), exact="bitwise")
+    except ValueError:
+        return False
+    return True
+
+
+KINDS = ("hybrid", "sliding", "shifting", "experts", "other architecture")  # of architectures
+
+
+@cache
+def kind(arch: str) -> str | None:
+    """Which of KINDS an architecture is; None for a plain one."""
+    config = tiny_config(arch)
+    if {config.model_type, config.get_text_config().model_type} & {*MODEL_TYPES}:
+        return "hybrid"
+    if "sliding" in arch or arch in ("gemma3", "gemma2", "starcoder2", "cohere2", "gpt_oss"):
+        return "sliding"
+    if arch in ("llama_dynamic", "llama_longrope", "phi3_longrope"):
+        return "shifting"
+    if any(part in arch for part in ("moe", "mixtral", "deepseek")):
+        return "experts"
+    return None if arch in RESIZED else "other architecture"
+
+
+@cache
+def _kinds() -> dict[str, list[str]]:
+    """The architectures of each kind."""
+    return {name: [arch for arch in supported() if kind(arch) == name] for name in KINDS}
+
+
+@cache
+def supported() -> list[str]:
+    """Architectures of MATRIX that `lp` takes."""
+    names = []
+    for arch in MATRIX:
+        try:
+            check_supported(tiny_config(arch))
+        except ValueError:
+            continue
+        names.append(arch)
+    return names
+
+
+def _drawn_sizes(rng: random.Random, arch: str) -> dict[str, Any]:
+    sizes: dict[str, Any] = {"vocab_size": rng.choice([2, 5, 17, 61, 61, 61, 300])}
+    if hasattr(tiny_config(arch), "vocab_size_per_layer_input"):
+        sizes["vocab_size_per_layer_input"] = sizes["vocab_size"]
+    if arch not in RESIZED:
+        return sizes
+    sizes |= {"num_hidden_layers": rng.randint(1, 3), "num_key_value_heads": rng.choice([1, 2, 4])}
+    if "sliding" in arch or arch == "starcoder2":
+        sizes |= {"sliding_window": rng.randint(4, 40)}
+    return sizes | ({"max_position_embeddings": 64} if rng.random() < 0.2 else {})
+
+
+def _drawn_tp(rng: random.Random, arch: str, ranks: int, overrides: dict[str, Any], wanted: bool) -> int:
+    """Ranks that hold a model between them: 1 where there is no plan of how."""
+    config = tiny_config(arch, **overrides)
+    plan = getattr(config, "base_model_tp_plan", None)
+    if not plan or not {*plan.values()} <= STYLES.keys() or not getattr(config, "num_attention_heads", 0):
+        return 1
+    heads = config.num_attention_heads, getattr(config, "num_key_value_heads", 4), config.vocab_size
+    fitting = [size for size in (2, 4) if ranks % size == 0 and heads[0] % size == 0 and heads[2] >= size]
+    fitting = [size for size in fitting if heads[1] % size == 0 or size % heads[1] == 0]
+    return rng.choice(fitting if wanted and fitting else [1, *fitting])
+
+
+def _drawn_config(rng: random.Random, method: str) -> dict[str, Any]:
+    sync = {"kv_sync": rng.choice(["recompute", "broadcast"])}
+    if method != "lookahead":
+        return {}
+    shape = {"window_size": rng.randint(0, 12), "ngram_size": rng.randint(2, 6), "guess_set_size": rng.randint(0, 12)}
+    policy = {
+        "draft_depth": rng.choice([None, 1, 9, 48]),
+        "warmup_steps": rng.choice([0, 0, 0, 3]),
+        "pool_scope": rng.choice(["request", "session"]),
+        "window_noise": rng.random() < 0.8,
+    }
+    return shape | policy | drawn_switches(rng) | sync
+
+
+def _drawn_sampling(rng: random.Random) -> dict[str, Any]:
+    drawn: dict[str, Any] = {"seed": rng.randrange(1 << 40), "temperature": rng.choice([0.3, 0.8, 1.0, 2.0])}
+    warpers = {"top_k": 5, "top_p": 0.8, "min_p": 0.1, "typical_p": 0.9, "repetition_penalty": 1.2}
+    return drawn | {name: value for name, value in warpers.items() if rng.random() < 0.25}
+
+
+def _some_eos(case: Case) -> list[int]:
+    return case.eos or [0]
+
+
+PROCESSORS: dict[str, Callable[[Case, str], LogitsProcessor]] = {
+    "repetition": lambda case, on: tf.RepetitionPenaltyLogitsProcessor(1.3),
+    "no_repeat": lambda case, on: tf.NoRepeatNGramLogitsProcessor(3),
+    "bad_words": lambda case, on: tf.NoBadWordsLogitsProcessor([[1], [0, 0]]),
+    "bias": lambda case, on: tf.SequenceBiasLogitsProcessor(
+        [[[1], -2.0], [[2 % case.overrides["vocab_size"], 1], 4.0]]
+    ),
+    "min_length": lambda case, on: tf.MinLengthLogitsProcessor(30, _some_eos(case), device=on),
+    "min_new": lambda case, on: tf.MinNewTokensLengthLogitsProcessor(len(case.ids), 8, _some_eos(case), device=on),
+    "forced_eos": lambda case, on: tf.ForcedEOSTokenLogitsProcessor(len(case.ids) + case.new, _some_eos(case), on),
+    "at_begin": lambda case, on: tf.SuppressTokensAtBeginLogitsProcessor([0, 1], len(case.ids) + 2, device=on),
+    "suppress": lambda case, on: tf.SuppressTokensLogitsProcessor([0], device=on),
+    "decay": lambda case, on: tf.ExponentialDecayLengthPenalty((4, 1.1), _some_eos(case), len(case.ids)),
+    "own": lambda case, on: Alternating(),
+}
+# They may forbid all that a grammar allows.
+FORBIDDING = {"no_repeat", "bad_words", "min_length", "min_new", "forced_eos", "at_begin", "suppress"}
+
+
+# What a case may have, pairs of which are to be met.
+FEATURES: dict[str, Callable[[Case], bool]] = {
+    **{name: (lambda case, name=name: kind(case.arch) == name) for name in KINDS},
+    "several ranks": lambda case: case.ranks > 1,
+    "tp": lambda case: case.tp > 1,
+    "broadcast": lambda case: case.ranks > case.tp and case.config.get("kv_sync") == "broadcast",
+    "long": lambda case: len(case.ids) >= SHORT - 20,
+    "sampled": lambda case: case.sampling is not None,
+    "warpers": lambda case: case.sampling is not None and len(case.sampling) > 2,
+    "processors": lambda case: bool(case.processors),
+    "eos": lambda case: bool(case.eos),
+    "stop strings": lambda case: bool(case.stop_strings),
+    "criterion": lambda case: bool(case.criterion),
+    "calls": lambda case: case.calls > 1,
+    "turns": lambda case: case.turns > 1,
+    "captured": lambda case: case.captured,
+    "logits": lambda case: case.logits,
+    "company": lambda case: case.company > 0,
+    "another method": lambda case: case.method != "lookahead",
+    "adaptive": lambda case: bool(case.config.get("adaptive")),
+    "session pool": lambda case: case.config.get("pool_scope") == "session",
+    "grammar": lambda case: bool(case.grammar),
+    "prediction": lambda case: case.prediction >= 0,
+    "sequence": lambda case: case.sequence > 0,
+    "gpu": lambda case: bool(case.gpu),
+    "server": lambda case: case.server >= 0,
+    "bitwise": lambda case: bool(case.bitwise),
+}
+# Which never go together, and why: nothing else may be missing from a run that is long enough.
+NEVER = [
+    ({"long"}, {"gpu", "hybrid", "shifting", "experts", "other architecture"}),  # what a long case is
+    ({"captured"}, {"company", "server", "gpu", "shifting"}),  # a simulated GPU captures by itself
+    ({"server"}, {"processors", "criterion", "logits", "stop strings", "grammar", "prediction", "sequence", "company"}),
+    ({"server", "logits"}, {"several ranks", "tp", "broadcast"}),
+    ({"gpu"}, {"server", "tp"}),
+    ({"bitwise"}, {"hybrid", "shifting", "captured", "gpu", "tp"}),
+    ({"another method"}, {"adaptive", "session pool", "broadcast"}),
+    ({*KINDS}, {*KINDS}),
+]
+
+
+def features(case: Case) -> list[str]:
+    """Those of FEATURES that a case has."""
+    return [name for name, has in FEATURES.items() if has(case)]
+
+
+SEVERAL = {"several ranks", "tp", "broadcast"}  # which need several ranks
+ALONE = {"logits", "server"}  # and these one
+
+
+@cache
+def pairs(ranks: Literal["one", "several", "any"] = "any") -> list[tuple[str, str]]:
+    """Two features that may go together, on so many ranks."""
+    out = {"one": SEVERAL, "several": ALONE, "any": set[str]()}[ranks]
+
+    def never(one: str, other: str) -> bool:
+        return any((one in some and other in rest) or (other in some and one in rest) for some, rest in NEVER)
+
+    return [pair for pair in itertools.combinations(FEATURES, 2) if not never(*pair) and not out & {*pair}]
+
+
+WANTED_EVERY = 2  # every other case has a pair of features that is given
+
+
+def drawn(
+    seed: int, number: int, share: float, archs: Sequence[str] | None = None, wanted: Collection[str] = ()
+) -> Case:
+    """Case `number` of a seed; this share of the numbers, evenly spread, has several ranks, and some are long.
+
+    Every other case is given two features, each pair in turn.
+
+    Args:
+        archs: to draw from, in cases that are not long; None: any that is supported.
+        wanted: of FEATURES, that every case is to have, as far as they go together.
+    """
+    before = int(number * share)
+    several = int((number + 1) * share) > before
+    index = before if several else number - before  # among those of one rank, or of several
+    pair: tuple[str, ...] = ()
+    if index % WANTED_EVERY == 0:
+        from_these = pairs("several" if several else "one")
+        pair = from_these[(index // WANTED_EVERY * 101 + seed) % len(from_these)]  # neighbours have other features
+    ranks = 2 + (2 * (number % 2) if "tp" in pair else number % 7) if several else 1
+    long = "long" in pair or (not (pair or archs) and index % (2 * LONG_EVERY) == 1)
+    return Case.drawn(f"{seed}-{number}", ranks, long, archs, {*pair, *wanted})

@@ -1,0 +1,326 @@
+"""Drawn cases of decoding, held against transformers' own `generate`."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers as tf
+from transformers import PreTrainedModel
+
+import lp
+from lp.models.loader import context_limit
+from lp.models.tensor_parallel import divide
+from lp.parallel.context import ParallelContext
+from tests.support.captured import captured_runner
+from tests.support.drawn_cases import PEERS, PROCESSORS, Case
+from tests.support.pools import drawn_step_times
+from tests.support.processors import Noise, SumCriterion
+from tests.support.simulated_cuda import run_on_gpus, simulated_cuda, why_not
+from tests.support.switches import lookahead_config
+from tests.support.thread_ranks import run_lockstep
+from tests.support.tiny_models import VOCABULARY, drawn_text, letters, logits_differ, plain_greedy, tiny_model
+from tests.support.toy_grammar import ToyGrammar, ToyMask
+
+Outputs = list[tuple[lp.GenerationOutput, list[int]]]  # of every call, and what it streamed
+
+
+@dataclass
+class Turn:
+    """A call of a case, and what it is to give.
+
+    Attributes:
+        case: with the prompt of this turn.
+        plain: tokens of transformers' own `generate`; in the mode `exact="bitwise"` those of the oracle.
+        oracle: of plain decoding.
+    """
+
+    case: Case
+    plain: list[int]
+    oracle: lp.GenerationOutput
+
+
+def past_failures() -> list[Case]:
+    """Cases that failed once, shrunk; one line of JSON each in fuzz_corpus.jsonl."""
+    lines = Path(__file__).parents[1].joinpath("fuzz_corpus.jsonl").read_text(encoding="utf-8").splitlines()
+    return [Case(**json.loads(line)) for line in lines]
+
+
+def run(case: Case) -> str | None:
+    """What is wrong with a case, None if nothing is."""
+    try:
+        return _compare(case)
+    except lp.Interrupted as error:  # no Exception
+        if error.signal:
+            raise
+        return f"Interrupted: {error}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _model(case: Case) -> PreTrainedModel:
+    """Its logits come in float32, as `generate` rounds them before processors, which may cut near-ties either way."""
+    dtype = getattr(torch, case.bitwise or "float64")
+    sizes: dict[str, Any] = {"sharpness": case.sharpness, "recency": case.recency, **case.overrides}
+    model = tiny_model(case.arch, case.model_seed, dtype, **sizes)
+
+    def rounded(module: Any, args: Any, output: Any) -> Any:
+        output.logits = output.logits.float()
+        return output
+
+    model.register_forward_hook(rounded)
+    return model
+
+
+def _vocabulary(case: Case) -> int:
+    return int(case.overrides.get("vocab_size", VOCABULARY))
+
+
+def _sampling(case: Case) -> lp.SamplingParams | None:
+    return lp.SamplingParams(**case.sampling) if case.sampling else None
+
+
+def _asked(case: Case) -> dict[str, Any]:
+    """Arguments that `generate` and the decoders have in common."""
+    asked: dict[str, Any] = {"eos_token_id": case.eos or None}
+    if case.stop_strings:
+        asked |= {"stop_strings": case.stop_strings, "tokenizer": letters(_vocabulary(case))}
+    if case.criterion:
+        asked["stopping_criteria"] = tf.StoppingCriteriaList([SumCriterion(case.criterion)])
+    return asked
+
+
+def _plain(model: PreTrainedModel, case: Case) -> list[int]:
+    """transformers' own tokens, of a model that has seen no other text."""
+    model = copy.deepcopy(model)
+    processors = [PROCESSORS[name](case, "cpu") for name in case.processors]
+    if case.grammar:
+        processors.append(ToyMask(ToyGrammar(case.grammar, _vocabulary(case)), len(case.ids)))
+    if sampling := _sampling(case):
+        assert sampling.seed is not None
+        processors += [*sampling.processors(), Noise(sampling.seed, case.sequence)]
+    room = min(case.new, (context_limit(model) or 1 << 30) - len(case.ids))
+    return plain_greedy(model, case.ids, room, logits_processor=tf.LogitsProcessorList(processors), **_asked(case))
+
+
+def _call(case: Case, device: str, prediction: Sequence[int] = ()) -> dict[str, Any]:
+    """Arguments of a decoder's `generate` besides prompt, length and sampling."""
+    call = _asked(case) | {
+        "logits_processor": [PROCESSORS[name](case, device) for name in case.processors],
+        "prefill_chunk": case.prefill_chunk,
+        "output_logits": case.logits,
+        "sequence": case.sequence,
+        "prediction": prediction,
+    }
+    return call | ({"grammar": ToyGrammar(case.grammar, _vocabulary(case))} if case.grammar else {})
+
+
+def _predicted(case: Case, plain: Sequence[int]) -> list[int]:
+    """The text with some of its tokens changed."""
+    if case.prediction < 0:
+        return []
+    rng = random.Random(f"prediction-{case.step_times}")
+    return [rng.randrange(_vocabulary(case)) if rng.random() * 100 < case.prediction else token for token in plain]
+
+
+def _turns(case: Case, model: PreTrainedModel) -> list[Turn]:
+    """The calls of a chat, each behind what there is to be before it."""
+    turns: list[Turn] = []
+    rng = random.Random(f"turns-{case.step_times}")
+    own = copy.deepcopy(model)
+    decoder = lp.PlainDecoder(own, exact="bitwise") if case.bitwise else lp.AutoregressiveDecoder(own)
+    while len(turns) < case.turns:
+        oracle = decoder.generate(case.ids, case.new, _sampling(case), **_call(case, "cpu"))
+        plain = oracle.tokens if case.bitwise else _plain(model, case)
+        turns.append(Turn(case, plain, oracle))
+        ids = [*case.ids, *plain, *drawn_text(rng, rng.randint(1, 9), _vocabulary(case))]
+        if len(ids) >= (context_limit(model) or 1 << 30):
+            break
+        case = replace(case, ids=ids)
+    return turns
+
+
+@dataclass
+class Rank:
+    """What a rank of a case does.
+
+    Attributes:
+        case: that.
+        model: the rank's own, on its device.
+        turns: the calls.
+        gpus: devices are simulated ones.
+    """
+
+    case: Case
+    model: PreTrainedModel
+    turns: list[Turn]
+    gpus: bool = False
+    engine: lp.Engine | None = field(default=None, init=False)
+
+    def run(self, context: ParallelContext) -> Outputs:
+        """Every call."""
+        decoder = self.decoder(context)
+        return [self._generate(decoder, turn) for turn in self.turns for _ in range(self.case.calls)]
+
+    def decoder(self, context: ParallelContext) -> lp.LookaheadDecoder:
+        """As the case wants it."""
+        case, model = self.case, self.model
+        if case.tp > 1:
+            model = divide(model, context.replica)
+        settings: dict[str, Any] = {"capture": case.gpu} if self.gpus else {}
+        if case.method == "lookahead":
+            config = lookahead_config(**case.config)
+            settings["step_times"] = drawn_step_times(random.Random(case.step_times))
+        else:
+            config = PEERS[case.method](**case.config)
+        settings["exact"] = "bitwise" if case.bitwise else "auto"
+        decoder = lp.LookaheadDecoder(model, config, context, case.backend, **settings)
+        if case.captured and not case.company and decoder.runner.boundary is None:
+            captured_runner(decoder, probe=True)
+        return decoder
+
+    def _generate(self, decoder: lp.LookaheadDecoder, turn: Turn) -> tuple[lp.GenerationOutput, list[int]]:
+        case = turn.case
+        streamed: list[int] = []
+        call = _call(case, "cuda" if self.gpus else "cpu", _predicted(case, turn.plain))
+        if decoder.context.is_main:
+            call["on_tokens"] = lambda tokens, step: streamed.extend(tokens)
+        if case.company:
+            self.engine = self.engine or self._made(decoder)
+            output = _in_company(turn, self.engine, call)
+        else:
+            output = decoder.generate(case.ids, case.new, _sampling(case), **call)
+        if output.logits is not None:
+            output.logits = output.logits.cpu()  # here, within the simulation
+        return output, streamed
+
+    def _made(self, decoder: lp.LookaheadDecoder) -> lp.Engine:
+        rng = random.Random(f"engine-{self.case.step_times}")
+        longest = max(len(turn.case.ids) for turn in self.turns)
+        slots = (self.case.company + 1) * (2 * longest + 200 + decoder.most_step_tokens)
+        return lp.Engine(decoder, rng.randint(1, 6), slots, rng.choice([1, 16, 128]))
+
+
+def _compare(case: Case) -> str | None:
+    model = _model(case)
+    turns = _turns(case, model)
+    for turn in turns:
+        if turn.oracle.tokens != turn.plain:
+            return _differ("plain decoding", turn.oracle.tokens, "generate", turn.plain)
+    if case.server >= 0:
+        from tests.support.fuzzed_server import served_tokens  # here: its packages are of an extra
+
+        asked = served_tokens([(turn.case, turn.plain) for turn in turns], model, Rank(case, model, turns).decoder)
+        return _first(
+            _differ(f"request {number}", tokens, "generate", expected)
+            for number, (tokens, expected) in enumerate(asked)
+            if tokens != expected
+        )
+    by_rank = _by_rank(case, model, turns)
+    calls = [turn for turn in turns for _ in range(case.calls)]
+    return _first(
+        _fault(f"rank {rank} of {case.ranks}, tp {case.tp}, call {call}", rank, turn, by_rank[rank][call], accepted)
+        for rank in range(case.ranks)
+        for call, turn in enumerate(calls)
+        for accepted in [[step.accepted for step in by_rank[0][call][0].step_stats]]
+    )
+
+
+def _by_rank(case: Case, model: PreTrainedModel, turns: list[Turn]) -> list[Outputs]:
+    if not case.gpu or why_not():
+        ranks = [Rank(case, copy.deepcopy(model), turns) for _ in range(case.ranks)]
+        return run_lockstep(case.ranks, lambda context: ranks[context.rank].run(context), case.tp)
+    with simulated_cuda():
+        ranks = [Rank(case, copy.deepcopy(model).to(f"cuda:{rank}"), turns, gpus=True) for rank in range(case.ranks)]
+        if case.ranks == 1:
+            return [ranks[0].run(ParallelContext())]
+        return run_on_gpus(case.ranks, lambda context, own: ranks[context.rank].run(context))
+
+
+def _fault(
+    who: str, rank: int, turn: Turn, result: tuple[lp.GenerationOutput, list[int]], accepted: list[int]
+) -> str | None:
+    """What is wrong with a call.
+
+    Args:
+        who: of which rank, and which call.
+        accepted: tokens of every step of rank 0.
+    """
+    output, streamed = result
+    if output.tokens != turn.plain:
+        return _differ(who, output.tokens, "generate", turn.plain)
+    if output.finish_reason != turn.oracle.finish_reason:
+        return f"{who} ended by {output.finish_reason}, plain decoding by {turn.oracle.finish_reason}"
+    if rank == 0 and streamed != turn.plain:
+        return _differ(who, streamed, "streamed", turn.plain)
+    if logits_differ(output, turn.oracle):
+        return f"{who} has other logits than plain decoding"
+    if turn.case.bitwise and not _same_bits(output, turn.oracle):
+        return f"{who} has logits of other bits than plain decoding"
+    if [step.accepted for step in output.step_stats] != accepted:
+        return f"{who} accepted other tokens than rank 0 in some step"
+    return None
+
+
+def _same_bits(output: lp.GenerationOutput, oracle: lp.GenerationOutput) -> bool:
+    """Whether two texts' logits are equal, NaN and infinite ones included; of ranks, none are kept."""
+    if output.logits is None or oracle.logits is None:
+        return output.exact == "bitwise"
+    return output.exact == "bitwise" and torch.equal(output.logits.nan_to_num(), oracle.logits.nan_to_num())
+
+
+def _first(faults: Any) -> str | None:
+    return next((fault for fault in faults if fault), None)
+
+
+def _in_company(turn: Turn, engine: lp.Engine, call: dict[str, Any]) -> lp.GenerationOutput:
+    """The text among others, which come and go at drawn steps; the same on every rank.
+
+    Some of the others are a shorter form of the same text, and must have its tokens.
+    """
+    case, decoder = turn.case, engine.decoder
+    rng = random.Random(f"company-{case.step_times}")
+    arrivals = sorted((rng.choice([0, 0, rng.randint(1, 20)]), index) for index in range(case.company))
+    own = rng.randint(0, 10)
+    handle, others, shorter = None, list[lp.Handle](), list[lp.Handle]()
+    for step in itertools.count():
+        while arrivals and arrivals[0][0] <= step:
+            arrivals.pop(0)
+            if rng.random() < 0.3 and "forced_eos" not in case.processors:
+                less = {name: value for name, value in call.items() if name not in ("on_tokens", "output_logits")}
+                less["logits_processor"] = _call(case, str(decoder.model.device.type))["logits_processor"]
+                shorter.append(engine.submit(case.ids, rng.randint(1, case.new), _sampling(case), **less))
+                continue
+            begin = case.ids[: rng.choice([0, len(case.ids)])]
+            ids = [*begin, *drawn_text(rng, rng.randint(1, 30), _vocabulary(case))]
+            ids = ids[: (context_limit(decoder.model) or len(ids) + 1) - 1]
+            seeded = lp.SamplingParams(temperature=0.7, seed=rng.randrange(9)) if rng.random() < 0.4 else None
+            others.append(engine.submit(ids, rng.randint(1, 30), seeded, eos_token_id=()))
+        if step == own:
+            handle = engine.submit(case.ids, case.new, _sampling(case), **call)
+        if others and rng.random() < 0.05:
+            engine.cancel(rng.choice(others))
+        left = engine.step()
+        engine.pool.check()
+        if handle and handle.done and not left:
+            break
+    for other in others:
+        other.result()
+    for other in shorter:
+        tokens = other.result().tokens
+        if tokens != turn.plain[: len(tokens)] or not tokens:
+            raise AssertionError(_differ("a shorter form of the text beside it", tokens, "generate", turn.plain))
+    assert handle is not None
+    return handle.result()
+
+
+def _differ(name: str, tokens: list[int], other: str, expected: list[int]) -> str:
+    at = next((i for i, pair in enumerate(itertools.zip_longest(tokens, expected)) if pair[0] != pair[1]), None)
+    return f"{name} differs from {other} at new token {at}: {tokens} against {expected}"

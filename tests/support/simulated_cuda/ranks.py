@@ -1,0 +1,207 @@
+"""Ranks with a GPU each, as threads: the code of ranks that are processes, over an NCCL that refuses host tensors."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any, TypeVar
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+import lp.parallel.rank_group as group_module
+import lp.parallel.replica as replica_module
+from lp.parallel.context import ParallelContext
+from lp.parallel.rank_group import ProcessRankGroup, RankGroup
+from lp.parallel.replica import ProcessReplica
+from tests.support.simulated_cuda.simulation import CudaTensor, SimulatedCuda, simulation
+
+T = TypeVar("T")
+TIMEOUT_S = 60.0
+
+
+def run_on_gpus(world_size: int, body: Callable[[ParallelContext, SimulatedCuda], T], tp: bool = False) -> list[T]:
+    """Run `body(context, gpu)` for every rank, each in a thread with a GPU of its own, within `simulated_cuda()`.
+
+    Args:
+        world_size: ranks.
+        body: what each of them does.
+        tp: all of them hold one model between them.
+
+    Raises:
+        Exception: what the first failing rank raised; the others are released.
+    """
+    nccl = _Meeting(world_size)
+    model = _Meeting(world_size)
+    gloo = _Meeting(world_size)
+    results: list[Any] = [None] * world_size
+    errors: list[tuple[bool, int, BaseException]] = []
+
+    def run(rank: int) -> None:
+        device = torch.device("cuda", rank)
+        group: Any = _Nccl(nccl, rank, device)
+        messages: Any = _Gloo(gloo, rank)
+        home = rank, world_size
+        ranks = ProcessRankGroup(rank, world_size, (), [], device, "nccl", group, messages, home)
+        context = ParallelContext(rank, world_size, rank, device, "nccl", ranks=ranks, steps=ranks)
+        if tp:
+            own: Any = _Nccl(model, rank, device)
+            replica = ProcessReplica(rank, world_size, own, nullcontext)
+            context = replace(context, steps=RankGroup(), replica=replica, replica_ranks=ranks)
+        try:
+            with SimulatedCuda(rank) as gpu:
+                results[rank] = body(context, gpu)
+        except BaseException as error:
+            errors.append((_released(error), rank, error))
+            nccl.barrier.abort()
+            model.barrier.abort()
+            gloo.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world_size)]
+    distributed = _Distributed()
+    with (
+        patch.multiple(group_module, dist=distributed, announce=_nothing, roll_call=_nobody, set_timeout=_nothing),
+        patch.multiple(replica_module, dist=distributed),
+    ):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    if errors:
+        raise min(errors, key=lambda found: found[:2])[2]
+    return results
+
+
+def _released(error: BaseException | None) -> bool:
+    """Whether it is only that another rank has failed."""
+    seen: set[int] = set()  # causes may go round in a circle
+    while error is not None and id(error) not in seen:
+        if isinstance(error, threading.BrokenBarrierError):
+            return True
+        seen.add(id(error))
+        error = error.__cause__
+    return False
+
+
+class _Meeting:
+    """What the ranks of a group give each other."""
+
+    def __init__(self, world_size: int) -> None:
+        self.barrier = threading.Barrier(world_size)
+        self.given = [torch.empty(0)] * world_size
+
+    def trade(self, rank: int, mine: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's tensor, on the host."""
+        self.given[rank] = mine.clone()
+        self.barrier.wait(TIMEOUT_S)
+        everyone = list(self.given)
+        self.barrier.wait(TIMEOUT_S)
+        if len({(tensor.shape, tensor.dtype) for tensor in everyone}) > 1:
+            raise RuntimeError("ranks give a collective tensors of different shapes, with which NCCL hangs")
+        return everyone
+
+
+class _Nccl:
+    """The group of steps: takes tensors on the rank's GPU alone, and does not let the host wait."""
+
+    def __init__(self, meeting: _Meeting, rank: int, device: torch.device) -> None:
+        self.meeting = meeting
+        self.rank = rank
+        self.device = device
+
+    def values(self, tensor: torch.Tensor) -> torch.Tensor:
+        """On the host.
+
+        Raises:
+            RuntimeError: it is not on the GPU, or has gaps.
+        """
+        if not isinstance(tensor, CudaTensor):
+            raise RuntimeError(f"No backend type associated with device type {tensor.device.type}")
+        if tensor.device != self.device:
+            raise RuntimeError(f"rank {self.rank} has {self.device}, and gives a tensor on {tensor.device}")
+        if not tensor.is_contiguous():
+            raise RuntimeError("Tensors must be contiguous")
+        return tensor.raw
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Into `output`; a capture records it."""
+        self.values(output)
+        self.values(tensor)
+
+        def gathered(target: torch.Tensor, raw: torch.Tensor) -> torch.Tensor:
+            return target.copy_(torch.cat(self.meeting.trade(self.rank, raw)).view(target.shape))
+
+        simulation().run(gathered, (output, tensor), {}, [output])
+        simulation().launched("all_gather")
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """In place; a capture records it."""
+        self.values(tensor)
+
+        def summed(raw: torch.Tensor) -> torch.Tensor:
+            return raw.copy_(torch.stack(self.meeting.trade(self.rank, raw)).sum(0))
+
+        simulation().run(summed, (tensor,), {}, [tensor])
+        simulation().launched("all_reduce")
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        target = self.values(tensor)
+        target.copy_(self.meeting.trade(self.rank, target)[source])
+        simulation().launched("broadcast")
+
+
+class _Gloo:
+    """The group of messages between steps: takes host tensors alone."""
+
+    def __init__(self, meeting: _Meeting, rank: int) -> None:
+        self.meeting = meeting
+        self.rank = rank
+
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], options: Any) -> _Done:
+        for target, values in zip(outputs[0], self.meeting.trade(self.rank, _on_host(inputs[0])), strict=True):
+            _on_host(target).copy_(values)
+        return _Done()
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        tensor.copy_(self.meeting.trade(self.rank, _on_host(tensor))[source])
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, CudaTensor):
+        raise RuntimeError("the group of messages is on the host, and is given a tensor on a GPU")
+    return tensor
+
+
+class _Done:
+    def wait(self) -> None:
+        """Nothing is left to wait for."""
+
+
+class _Distributed:
+    """In place of torch.distributed, as lp.parallel.rank_group uses it."""
+
+    distributed_c10d = dist.distributed_c10d
+
+    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, group: _Nccl) -> None:
+        group.all_gather(output, tensor)
+
+    def all_reduce(self, tensor: torch.Tensor, group: _Nccl) -> None:
+        group.all_reduce(tensor)
+
+    def broadcast(
+        self, tensor: torch.Tensor, src: int | None = None, group: Any = None, group_src: int | None = None
+    ) -> None:
+        source = src if group_src is None else group_src
+        assert source is not None
+        group.broadcast(tensor, source)
+
+
+def _nothing(*args: Any) -> None:
+    """In place of what a roll call needs."""
+
+
+def _nobody(*args: Any) -> str:
+    return "a rank has failed"
