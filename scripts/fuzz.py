@@ -47,12 +47,12 @@ CHUNKS_OF_A_PROCESS = 100  # FastAPI keeps every server of a process, and with i
 
 @dataclass(frozen=True)
 class Draws:
-    """Which cases.
+    """Which cases a process of the run draws, and until when.
 
     Attributes:
-        seed: of all.
-        share: of cases with several ranks.
-        archs: to draw from; None: all.
+        seed: numbers the drawing; case 7 of seed 0 is the same case in every run.
+        share: part of the cases that have several ranks, 0 to 1.
+        archs: model types to draw from; None: all of them.
         wanted: features that every case is to have.
         until: when no further case begins, in seconds of time.time(); None: never.
     """
@@ -83,19 +83,19 @@ class Draws:
 
 
 def show(case: Case, failure: str) -> None:
-    """The failure, and the command that shows it again."""
+    """Print the failure, and the command that shows it again."""
     print(f"FAILED: {failure}\n  python scripts/fuzz.py --case {shlex.quote(case.json())}", flush=True)
 
 
 def quiet() -> None:
-    """As every process of a run begins."""
+    """Set up a process of the run: one thread, so that processes do not compete, and no warnings in its output."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
 
 
 def run_all(draws: Draws, chunks: Iterator[tuple[int, int]], processes: int) -> Iterator[dict[str, Any]]:
-    """The lines of all chunks, as they come."""
+    """Run chunks of cases in this or in several processes; yields the ledger's line of each chunk when it is done."""
     if processes == 1:
         for chunk in chunks:
             if draws.until is not None and time.time() >= draws.until:
@@ -115,7 +115,7 @@ def run_all(draws: Draws, chunks: Iterator[tuple[int, int]], processes: int) -> 
 
 
 def commit() -> str:
-    """Of this tree, with a plus behind it where files have changed since."""
+    """The short hash of this tree's commit, under which the ledger files a result; "+" is added where files changed."""
     git = ["git", "-C", str(Path(__file__).parent)]
     found = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True)

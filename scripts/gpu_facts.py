@@ -89,7 +89,7 @@ class Place:
 
     Args:
         device: a GPU; the CPU in a dry run.
-        dtype: that weights and activations have.
+        dtype: type of weights and activations.
         scale: lengths and widths are divided by it.
         rounds: how often everything is measured; the median counts.
         repeats: how often a short call is made within one measurement.
@@ -106,14 +106,14 @@ class Place:
         return self.device.type == "cuda"
 
     def drawn(self, *shape: int) -> torch.Tensor:
-        """Random numbers."""
+        """A tensor of normal random numbers on the device, in the place's dtype, as an operation's input."""
         return torch.randn(shape, device=self.device).to(self.dtype)
 
     def scaled(self, length: int) -> int:
         return max(length // self.scale, 1)
 
     def config(self) -> Any:
-        """The model's shape."""
+        """The config of the model whose sizes are measured; in a dry run a small one of two layers."""
         return shape_config(MODEL, None if self.is_gpu else 2, self.scale)
 
     def seconds(self, calls: Sequence[Call]) -> float:
@@ -273,13 +273,13 @@ def small_kernels(place: Place) -> None:
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """A launch of the tree kernel.
+    """A launch of the tree kernel, which is timed and compared with plain products.
 
     Args:
-        shape: name of the model's.
+        shape: name of the model that has these heads, for the line of the fact.
         heads, kv_heads, dim: H, G and D.
         num_tokens, length: T and L.
-        tiles: name of the choice.
+        tiles: a key of TILES, the sizes of the kernel's blocks.
     """
 
     shape: str
@@ -317,7 +317,7 @@ class AttentionCase:
             return tree_kernel.launch_tree_attention(q, k, v, mask, slots, self.dim**-0.5)
 
     def error(self, inputs: Sequence[torch.Tensor]) -> float:
-        """The largest of a token, relative to its size, against plain products in float32."""
+        """The largest error of a token's output, relative to its norm, against plain products in float32."""
         q, k, v, mask, _ = inputs
         end = self.length + self.num_tokens
         whole = torch.nn.functional.pad(mask[None, None], (self.length, 0)).float()
@@ -334,7 +334,7 @@ class AttentionCase:
 
 
 def attention_cases(place: Place) -> list[AttentionCase]:
-    """All of a GPU; few and small ones for the interpreter."""
+    """The launches to measure: all of them on a GPU, few and small ones for the interpreter of a dry run."""
     found = [
         AttentionCase(shape, heads, kv_heads, 128, num_tokens, length, tiles)
         for shape, (heads, kv_heads) in ATTENTION_SHAPES.items()
@@ -369,7 +369,7 @@ def attention(place: Place) -> None:
 
 
 def compile_all(place: Place, cases: Sequence[AttentionCase]) -> None:
-    """Compile what these launches need."""
+    """Compile the kernels of these launches, so that other processes find them in Triton's cache."""
     for case in cases:
         with contextlib.suppress(Exception):  # said when the case is measured
             case.launch(case.inputs(place))
@@ -446,7 +446,7 @@ def _passes_of(runner: ModelRunner, prefix: list[int]) -> Passes:
 
 
 def _repeated(call: Call, times: int) -> Call:
-    """Several in one, so that the first one's launch does not count."""
+    """One call that makes several, so that the first one's launch does not count in the mean."""
 
     def calls() -> None:
         for _ in range(times):
@@ -456,7 +456,7 @@ def _repeated(call: Call, times: int) -> Call:
 
 
 def longest_kernels(call: Call, place: Place) -> list[tuple[str, float, int]]:
-    """Name, microseconds of all calls together, and calls; operators on a CPU."""
+    """The kernels (on a CPU operators) that took longest: name, microseconds of all launches, number of launches."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA if place.is_gpu else ProfilerActivity.CPU]) as profiler:
@@ -481,7 +481,7 @@ def summary(error: BaseException) -> str:
 
 
 def forked(work: Callable[[], None]) -> multiprocessing.process.BaseProcess:
-    """A process that has all modules, and a device of its own; started."""
+    """Start `work` in a process that has all modules imported, and a device of its own."""
     sys.stdout.flush()
     process = multiprocessing.get_context("fork").Process(target=work)
     process.start()
@@ -489,7 +489,7 @@ def forked(work: Callable[[], None]) -> multiprocessing.process.BaseProcess:
 
 
 def run_section(name: str, place: Place) -> None:
-    """In a process of its own."""
+    """Measure one section in its own process; a failure becomes a fact with `failed`, and exit code 1."""
     started = time.perf_counter()
     try:
         SECTIONS[name](place)

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def lowest(requirements: list[str]) -> list[str]:
-    """Of each that has a lower bound: `name==bound`, sorted, each once."""
+    """Constraints `name==bound`, sorted, one for each requirement that has a lower bound."""
     bounds = {}
     for requirement in requirements:  # no packaging: right after an environment was made it has pip alone
         specifiers = requirement.partition(";")[0]

@@ -35,16 +35,16 @@ END_S = 60.0  # for the server to end
 
 
 class Sampler(threading.Thread):
-    """Writes a sample every few seconds until it is stopped.
+    """Writes a sample of a server's processes every few seconds until it is stopped.
 
     Args:
-        root: process of the server.
-        every_s: between samples.
-        path: of the output.
+        root: id of the server's process; its descendants are sampled too.
+        every_s: seconds between two samples.
+        path: JSONL file that gets a line for each sample.
 
     Attributes:
-        samples: so far.
-        answers, failures: of the load, so far.
+        samples: all samples so far, for the verdict.
+        answers, failures: requests that were answered, and that failed, so far; who sends the load counts them here.
     """
 
     def __init__(self, root: int, every_s: float, path: Path) -> None:
@@ -56,7 +56,7 @@ class Sampler(threading.Thread):
         self.failures = 0
 
     def run(self) -> None:
-        """Until `stop` is set."""
+        """Sample until `stop` is set."""
         began = time.monotonic()
         with self._path.open("w", encoding="utf-8") as file:
             while not self.stop.wait(self._every_s):
@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def soak(root: int, client: object, args: argparse.Namespace) -> Sampler:
-    """Send requests until the time is over; the samples."""
+    """Send requests until the time is over; returns the sampler, with what it saw."""
     name = client.models.list().data[0].id  # type: ignore[attr-defined]
     prompts = [prompt.text for prompt in load_builtin()]
     sampler = Sampler(root, args.every, args.output)

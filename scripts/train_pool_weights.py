@@ -38,7 +38,7 @@ SHAPES = ((0, 2, 49), (8, 2, 42), (8, 3, 17), (32, 2, 120))  # W, N, G
 
 
 class Learner(lp.LookaheadDecoder):
-    """A decoder whose pools are new for every text, and share their weights."""
+    """A decoder for learning: its pools are new for every text, and go on learning the same weights."""
 
     weights = np.zeros(FEATURES)
     squares = np.ones(FEATURES)

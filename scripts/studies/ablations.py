@@ -87,7 +87,7 @@ STUDIES = {"branches": branches, "sampling": sampling, "warmup": warmup}
 
 @dataclass(kw_only=True)
 class Ablations(PromptStudy):
-    """Variants by prompts."""
+    """Compares S and step tokens of variants of the decoder on prompts."""
 
     study: str = option(choices=[*STUDIES])
 

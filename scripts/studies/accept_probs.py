@@ -64,12 +64,12 @@ class RecordingSource(DraftSource):
 
 
 class RecordingDecoder(lp.LookaheadDecoder):
-    """A decoder whose pool is recorded."""
+    """A decoder that records what became of its pool's draft tokens."""
 
     outcomes: list[Outcome]
 
     def source(self, request: Request) -> DraftSource:
-        """The pool, recorded."""
+        """Make the request's pool, and record what becomes of its draft tokens."""
         return RecordingSource(super().source(request), self.outcomes)
 
 
@@ -86,7 +86,7 @@ def deciles(outcomes: list[Outcome]) -> list[tuple[int, float, float]]:
 
 @dataclass(kw_only=True)
 class AcceptProbs(TextStudy):
-    """What became of the draft tokens of each text."""
+    """Compares predicted with actual acceptance over the draft tokens of all texts."""
 
     texts: Path = option(help="JSONL of tables.py texts")
     limit: int = option(10, "texts of a task and temperature")

@@ -25,7 +25,7 @@ Calls = dict[str, Callable[[], torch.Tensor]]
 
 @dataclass(kw_only=True)
 class AttentionSpeed(Study):
-    """Two implementations by lengths of the cache."""
+    """Times two implementations of attention behind caches of several lengths."""
 
     prefix: list[int] = option([256, 2048, 8192], "cached tokens")
     num_tokens: int = option(61, "step tokens")
@@ -54,7 +54,7 @@ class AttentionSpeed(Study):
         return {name: method(name) for name in ("sdpa", "flash")}
 
     def calls(self, prefix: int) -> Calls:
-        """Both on the same drawn tree behind a cache, once they are found to agree."""
+        """Calls of both implementations on one drawn tree behind a cache; made only where their outputs agree."""
         dtype = getattr(torch, self.dtype)
         heads, kv_heads = self.heads
         num_tokens = self.num_tokens

@@ -44,7 +44,7 @@ FIRST, TEXT, THREADS = "first token", "text", "threads"  # the parts
 
 @contextmanager
 def busy(count: int) -> Iterator[None]:
-    """So many other programs run meanwhile."""
+    """Keep so many other programs computing until the block ends, so that cores are as busy as a user's."""
     programs = [subprocess.Popen([sys.executable, "-c", SPIN]) for _ in range(count)]
     try:
         yield
@@ -55,7 +55,7 @@ def busy(count: int) -> Iterator[None]:
 
 @dataclass(kw_only=True)
 class FirstContact(PromptStudy):
-    """A row for the first part, for each prompt, and for the last part."""
+    """Measures a first use, then the default against plain decoding prompt by prompt, then threads."""
 
     limit: int | None = option(20, "first prompts of the task")
     max_new_tokens: int = option(64)
@@ -159,14 +159,14 @@ class FirstContact(PromptStudy):
 
 
 def interval(ratios: Sequence[float]) -> tuple[float, float]:
-    """The interval of 95 % of the geometric mean, by drawing the ratios again."""
+    """The interval of 95 % of the ratios' geometric mean, by bootstrap: the ratios are drawn again many times."""
     drawn = random.Random(0)
     means = sorted(geometric_mean(drawn.choices(ratios, k=len(ratios))) for _ in range(2000))
     return means[50], means[-51]
 
 
 class _Laps:
-    """This thread's seconds between calls."""
+    """A stopwatch of this thread: each `lap` gives its seconds since the one before, other programs' left out."""
 
     def __init__(self) -> None:
         self._last = time.thread_time()

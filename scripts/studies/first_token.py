@@ -20,7 +20,7 @@ from .harness import Method, ModelStudy, Result, Row, Table, grouped, option, ra
 
 @dataclass(kw_only=True)
 class FirstToken(ModelStudy):
-    """Two ways to a first token, on drawn prompts."""
+    """Times the first token of drawn prompts, with the cached beginning reused and computed anew."""
 
     prompt_tokens: int = option(1500)
     seen: int = option(1450, "first tokens that the earlier prompt has too")
@@ -32,11 +32,11 @@ class FirstToken(ModelStudy):
 
     @cached_property
     def engine(self) -> lp.Engine:
-        """Takes the steps of both ways."""
+        """The engine that both ways use, so that they differ in the reuse alone."""
         return lp.Engine(lp.LookaheadDecoder(self.loaded.model))
 
     def drawn(self, row: Row) -> tuple[list[int], list[int]]:
-        """An earlier prompt, and one that begins like it."""
+        """Draw an earlier prompt, and one that begins like it: what a row's methods are measured on."""
         draws = random.Random(row.key["prompt"])
         vocabulary = range(vocabulary_size(self.loaded.model))
         shared = draws.choices(vocabulary, k=self.seen)

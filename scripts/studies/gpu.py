@@ -35,10 +35,10 @@ LIMITS = {1: 1.25, 64: 1.45}  # of t(T) over the time that weights take at the c
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """A line of the table.
+    """A line of the table: a measured value, beside the limit that it is to meet.
 
     Args:
-        name: of what is measured.
+        name: what was measured, as the table says it.
         value: None where nothing was measured.
         limit: the most that the value may be; None where none is set.
         note: how the value came about.
@@ -51,7 +51,7 @@ class Figure:
 
     @property
     def verdict(self) -> str:
-        """Against the limit."""
+        """What the table says of the value against its limit: met, missed or not measured; empty without a limit."""
         if self.limit is None:
             return ""
         if self.value is None:
@@ -86,7 +86,7 @@ def _parity(name: str, cases: list[dict[str, str]]) -> Figure:
 
 
 def fact(line: dict[str, Any]) -> Figure:
-    """One of scripts/gpu_facts.py."""
+    """The figure of one fact, a line that scripts/gpu_facts.py printed."""
     rest = {key: value for key, value in line.items() if key not in ("section", "name", "value", "unit")}
     said = (f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in rest.items())
     name = f"{line['section']}: {line['name']}" + (f", {line['unit']}" if line["unit"] else "")
@@ -107,7 +107,7 @@ def benchmark(summary: dict[str, Any]) -> Iterator[Figure]:
 
 
 def figures(profile: dict[str, Any]) -> Iterator[Figure]:
-    """Those of a profile of one rank, as the profile app prints it with output=json."""
+    """The figures of one rank's profile, as the profile app prints it with output=json."""
     points = profile["step_times"]
     ceilings = profile["ceilings"]
     limit_s = profile["work"]["weight_bytes"] / ceilings["bytes_per_s"]
@@ -135,7 +135,7 @@ def figures(profile: dict[str, Any]) -> Iterator[Figure]:
 
 
 def ranks(profile: dict[str, Any]) -> Iterator[Figure]:
-    """Those of a profile that R ranks ran together."""
+    """The figures of a profile that R ranks ran together."""
     step = profile["step"]
     name = f"R={profile['R']}"
     note = f"{step['num_tokens']} of {step['max_tokens']} tokens of rank 0"
@@ -175,7 +175,7 @@ def _print(lines: Sequence[Figure], title: str) -> None:
 
 @dataclass(kw_only=True)
 class Gpu(Command):
-    """Reads reports."""
+    """Reads the reports of a stage and prints their figures as one table."""
 
     folder: Path = option(help=f"{REPORTS}; an empty one has a .err that says why")
     into: Path | None = option(None, "a file for a line of JSON a figure, facts as they are")

@@ -38,7 +38,7 @@ COLUMNS = (WITH, MASKS, WITHOUT, JSON_WITH, JSON_WITHOUT)
 
 @dataclass(kw_only=True)
 class GrammarStudy(TextStudy):
-    """Four ways to decode drawn tasks."""
+    """Measures S on drawn tasks with a grammar, with its masks alone, and without."""
 
     tasks: int = option(40, "drawn tasks")
     shown: int = option(1, "objects in a prompt")
@@ -57,7 +57,7 @@ class GrammarStudy(TextStudy):
 
     @cached_property
     def compiler(self) -> lp.GrammarCompiler:
-        """Makes grammars of schemas."""
+        """Compiles schemas to grammars over this model's tokens; made once."""
         return lp.GrammarCompiler(self.loaded.tokenizer, vocabulary_size(self.loaded.model))
 
     def methods(self) -> Mapping[str, Method]:
@@ -127,11 +127,11 @@ def common(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 def steps_to(accepted: Sequence[int], tokens: int) -> float:
-    """Steps to so many tokens; the last one counts as the part that they are of its tokens.
+    """Steps that a decoder took to a text's first `tokens` tokens; the last step counts in part, so that S is fair.
 
     Args:
         accepted: draft tokens that each step accepted; it adds one more.
-        tokens: of the text's beginning.
+        tokens: how many tokens of the text, from its beginning, are to be reached.
     """
     steps = 0.0
     for each in accepted:

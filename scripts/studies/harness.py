@@ -49,7 +49,7 @@ class Row(NamedTuple):
     """What every method of a study is measured on.
 
     Attributes:
-        key: tells it from other rows in a file of results; values that JSON has.
+        key: names and JSON values that tell the row from others in a file of results.
         item: what methods work on.
     """
 
@@ -58,7 +58,7 @@ class Row(NamedTuple):
 
 
 class Table(NamedTuple):
-    """A table of a study.
+    """A Markdown table that a study prints and writes into a page of the docs.
 
     Attributes:
         heads: one for each column.
@@ -97,13 +97,13 @@ def option(default: Any = MISSING, help: str = "", choices: Sequence[str] | None
 
 @dataclass(kw_only=True)
 class Command(ABC):
-    """A command of scripts/tables.py: its fields made with `option` are its options."""
+    """A command of scripts/tables.py, whose fields made with `option` are its options."""
 
     stack: ExitStack = field(default_factory=ExitStack, repr=False)  # what is closed behind the command
 
     @abstractmethod
     def run(self) -> None:
-        """Do it, and print what it found.
+        """Do what the command is for, and print what it found.
 
         Raises:
             UserError: ends the command with one line.
@@ -111,7 +111,7 @@ class Command(ABC):
 
     @classmethod
     def parser(cls, prog: str, description: str) -> argparse.ArgumentParser:
-        """The options, read off the fields."""
+        """Make the parser of the command line: one option for each field made with `option`."""
         plain = argparse.RawDescriptionHelpFormatter
         parser = argparse.ArgumentParser(prog=prog, description=description, formatter_class=plain)
         hints = get_type_hints(cls)
@@ -128,12 +128,12 @@ class Command(ABC):
 
     @classmethod
     def _hidden(cls) -> set[str]:
-        """Options of a base class that this one has no use for."""
+        """Names of options of a base class that this one has no use for: the command line does not offer them."""
         return set()
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The options by name, but for those of the harness."""
+        """What the command was asked for, by name, without files and time limits, which change no figure."""
         files = ("results", "seconds", "page", "figure")
         return {name: getattr(self, name) for name in self._options() if name not in files}
 
@@ -183,7 +183,7 @@ class ResultFile:
     """Results of rows and methods, each a line of JSON, which a stopped run goes on from.
 
     Args:
-        path: of the file; without one they are kept in memory alone.
+        path: JSONL file that results are read from and appended to; None: they are kept in memory alone.
         shared: settings that the lines must have, and get: lines of other settings are not this study's.
         writes: whether this process writes the file: of several ranks, one does.
     """
@@ -239,7 +239,7 @@ class Study(Command):
     rounds: int = 1
 
     def rows(self) -> Iterable[Row]:
-        """All rows, in order; their keys have the same names."""
+        """What is measured, in order; the keys of all rows have the same names."""
         return ()
 
     def methods(self) -> Mapping[str, Method]:
@@ -254,14 +254,14 @@ class Study(Command):
         """
 
     def tables(self, results: list[Result]) -> Iterable[Table]:
-        """The tables of all results."""
+        """Make the tables that the study prints, from the results of all rows and methods."""
         return ()
 
     def draw(self, results: list[Result], path: Path) -> None:
-        """Draw the figure."""
+        """Draw the figure of the results into a file; a study without this method has no --figure."""
 
     def shared(self) -> dict[str, Any]:
-        """What all lines of a file of results have."""
+        """Settings that every line of a file of results must share, so that none of another run's is taken."""
         return {name: getattr(self, name) for name in self.SHARED if hasattr(self, name)}
 
     @property
@@ -295,7 +295,7 @@ class Study(Command):
         print(json.dumps({"study": self.name, "settings": self.settings} | versions | found, default=str))
 
     def heading(self) -> str:
-        """What the tables are of, in a line above them."""
+        """The line above the tables: the settings and releases that the figures hold for."""
         settings = ", ".join(f"{name} {_worded(value)}" for name, value in self.settings.items() if value)
         return f"{settings}; torch {torch.__version__}, transformers {transformers.__version__}"
 
@@ -354,7 +354,7 @@ def seconds_of(call: Callable[[], object]) -> float:
 
 
 def timed(method: Method, row: Row) -> Result | None:
-    """A result, with the seconds that it took where it does not say them itself."""
+    """Measure a method on a row; "seconds" is added where the result does not say them itself."""
     start = time.perf_counter()
     result = method(row)
     took_s = time.perf_counter() - start
@@ -396,7 +396,7 @@ def write_part(page: Path, name: str, text: str) -> None:
 
 @dataclass(kw_only=True)
 class ModelStudy(Study):
-    """A study of one model."""
+    """A study that needs one model: its options, and loading it at the first use."""
 
     model: str = option("demo", "folder, hub name or demo")
     dtype: str = option("float32")
@@ -409,13 +409,13 @@ class ModelStudy(Study):
         return load(self.model, self.dtype)
 
     def ids(self, text: str) -> list[int]:
-        """The tokens of a text."""
+        """Token ids of a text, by the model's tokenizer."""
         return list(self.loaded.tokenizer(text)["input_ids"])
 
 
 @dataclass(kw_only=True)
 class TextStudy(ModelStudy):
-    """A study of texts that one model writes."""
+    """A study of texts that one model writes: options and methods for decoding them."""
 
     max_new_tokens: int = option(256)
 
@@ -429,8 +429,8 @@ class TextStudy(ModelStudy):
 
         Args:
             build: makes the decoder of a model, at its first row.
-            sampling: of every row; None: coupled sampling at the row's temperature.
-            result: of an output; `counts` without it.
+            sampling: how every row is sampled; None: coupled sampling at the row's temperature.
+            result: makes the row's result of what was generated; None: `counts` does.
         """
         decoder = cache(lambda: build(self.loaded.model))
 
@@ -449,19 +449,19 @@ class TextStudy(ModelStudy):
 
 @dataclass(kw_only=True)
 class PromptStudy(TextStudy):
-    """A study of one model on prompts."""
+    """A study of one model on prompts: the options that choose the prompts, and a row for each."""
 
     task: Path | None = option(None, "JSONL of prompts; the built-in ones without it")
     limit: int | None = option(None, "first prompts of the task")
 
     @cached_property
     def prompts(self) -> list[Prompt]:
-        """The prompts, in order."""
+        """The prompts that the options choose, in order."""
         return load_jsonl(self.task, self.limit) if self.task else load_builtin(self.limit)
 
     @property
     def task_name(self) -> str:
-        """What results call the task."""
+        """The task's name in results and tables."""
         return self.task.stem if self.task else BUILTIN
 
     def prompt_rows(self, **key: Any) -> Iterator[Row]:
@@ -497,7 +497,7 @@ def budget_config(num_tokens: int, **changes: Any) -> lp.LookaheadConfig:
 
 
 def grouped(results: Iterable[Result], *names: str) -> dict[Any, list[Result]]:
-    """Results by their values of these names: by a tuple of them, or the value itself of one name."""
+    """Group results by their values of these names; a group's key is the tuple of them, or a single name's value."""
     groups: dict[Any, list[Result]] = defaultdict(list)
     for result in results:
         values = tuple(result[name] for name in names)
@@ -516,17 +516,17 @@ def compression(results: Sequence[Result]) -> float:
 
 
 def step_tokens(results: Sequence[Result]) -> float:
-    """Mean step tokens."""
+    """Mean number of tokens that a step computed, over all results."""
     return float(total(results, "num_tokens") / total(results, "steps"))
 
 
 def values(results: Iterable[Result], name: str = "seconds") -> list[Any]:
-    """One value of each result."""
+    """The value that each result has under this name, such as its seconds, for a median or a spread."""
     return [result[name] for result in results]
 
 
 def ratios(upper: Sequence[float], lower: Sequence[float]) -> list[float]:
-    """Ratios of measurements that were made in turn."""
+    """Ratio of each pair of measurements that were made in turn: what slows both of a pair leaves it as it is."""
     return [above / below for above, below in zip(upper, lower, strict=True)]
 
 
@@ -535,8 +535,8 @@ def spread(values: Sequence[float], digits: int = 0, unit: str = "") -> str:
 
     Args:
         values: at least one, a measurement each.
-        digits: behind the point.
-        unit: written behind the number.
+        digits: decimals that are written.
+        unit: text behind the median, such as " x".
     """
     middle = f"{median(values):.{digits}f}"
     about = f"{min(values):.{digits}f} to {max(values):.{digits}f}" if len(values) > 1 else "measured once"

@@ -85,7 +85,7 @@ CONFIGS: dict[str, ConfigOf] = {
 
 @dataclass(kw_only=True)
 class HybridSteps(Study):
-    """A model with recurrent layers and the same with attention alone, by architecture."""
+    """Times a step of each architecture with recurrent layers, and of the same one with attention alone."""
 
     num_tokens: int = option(48, "step tokens")
     prefix: int = option(256, "cached tokens")
@@ -114,7 +114,7 @@ class HybridSteps(Study):
         return {HYBRID: way(False), ATTENTION: way(True)}
 
     def prepared(self, config_of: ConfigOf, attention_alone: bool) -> tuple[Callable[[], torch.Tensor], Result]:
-        """A step of a drawn tree behind a prefix; the model's parameters, and shares of two operations in the step."""
+        """Make a model's step of a drawn tree behind a prefix; the result has parameters and two operations' shares."""
         kinds = ["attention" if attention_alone or layer % 4 == 3 else "recurrent" for layer in range(self.layers)]
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config_of(self, kinds)).eval()

@@ -34,7 +34,7 @@ class TimedJournal(Journal):
 
 @dataclass(kw_only=True)
 class JournalCost(PromptStudy):
-    """Prompts that are decoded with a journal."""
+    """Decodes prompts with a journal, and compares the time of its writes with that of the steps."""
 
     limit: int | None = option(4, "first prompts of the task")
 
@@ -43,7 +43,7 @@ class JournalCost(PromptStudy):
 
     @cached_property
     def decoder(self) -> lp.LookaheadDecoder:
-        """The default decoder, warm."""
+        """The default decoder, after a first text that no figure is to include."""
         decoder = lp.LookaheadDecoder(self.loaded.model)
         decoder.generate([1], 16)
         return decoder

@@ -19,7 +19,7 @@ from .harness import Command
 
 @dataclass(kw_only=True)
 class MeasureLink(Command):
-    """All ranks gather messages of two sizes."""
+    """Times gathers of two message sizes on all ranks, and prints the link's latency and speed that explain them."""
 
     def run(self) -> None:
         torch.set_num_threads(1)

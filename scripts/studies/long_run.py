@@ -27,14 +27,14 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stretch:
-    """Consecutive steps of a generation.
+    """Consecutive steps of a generation, whose times and memory are compared with those of earlier stretches.
 
     Args:
-        tokens: generated in them.
-        steps: how many.
-        step_ms: median time of one, in ms, callback included.
-        host_ms: median time outside of model and collectives.
-        resident_bytes: of the process at the end; None where the system does not report it (all but Linux).
+        tokens: number of tokens that the steps generated.
+        steps: number of steps.
+        step_ms: median time of a step, in ms, callback included.
+        host_ms: median time of a step outside of model and collectives, in ms.
+        resident_bytes: the process's memory after the last step; None where the system reports none (all but Linux).
     """
 
     tokens: int
@@ -50,8 +50,9 @@ def endure(
     """Generate, and divide the steps into stretches of about `stretch` tokens.
 
     Args:
-        decoder, ids, max_new_tokens, options: as in Decoder.generate.
-        stretch: tokens; the last one may have fewer.
+        decoder: generates the text.
+        ids, max_new_tokens, options: arguments of `Decoder.generate`.
+        stretch: tokens of a stretch; the last one may have fewer.
     """
     ends = [time.perf_counter()]  # of every step, behind the start of the call
     totals = [0]  # tokens before every step, and at the end
@@ -85,7 +86,7 @@ def endure(
 
 @dataclass(kw_only=True)
 class LongRun(Study):
-    """One text."""
+    """Generates one long text, and shows how S, step time and memory go on with its length."""
 
     tokens: int = option(20_000)
     greedy: bool = option(False)

@@ -35,7 +35,7 @@ Build = Callable[[Any], lp.Decoder]
 
 @dataclass(kw_only=True)
 class Methods(TextStudy):
-    """Decoders by prompts."""
+    """Times the adaptive decoder and its peers on the same prompts, in turn."""
 
     results: Path = option(help="JSONL to write, or to go on with")
     tasks: list[Path] = option([], "JSONL of prompts")
@@ -58,7 +58,7 @@ class Methods(TextStudy):
         return sorted(rows, key=lambda row: row.key["index"])
 
     def methods(self) -> Mapping[str, Method]:
-        """All that run here, or the adaptive decoder and those of `--only`; and those of `--fixed`."""
+        """The methods to time: all that run here, or the adaptive decoder and those of `--only`; and `--fixed` ones."""
         lookahead = partial(partial, lp.LookaheadDecoder)
         builds: dict[str, Build] = {
             DEFAULT: lp.LookaheadDecoder,
@@ -80,7 +80,7 @@ class Methods(TextStudy):
         return found
 
     def warm(self, build: Build) -> Build:
-        """The decoder has decoded a few tokens before it is measured."""
+        """Build a decoder and decode a few tokens with it, so that what it does once is not measured."""
 
         def warmed(model: Any) -> lp.Decoder:
             decoder = build(model)
@@ -119,7 +119,7 @@ class Methods(TextStudy):
         return method
 
     def tables(self, results: list[Result]) -> Iterable[Table]:
-        """One for each temperature."""
+        """A table for each temperature: tokens a second of every method, task by task."""
         for temperature, of in sorted(grouped(results, "temperature").items()):
             cells = grouped(of, "task", "method")
             tasks = sorted(grouped(of, "task"))
@@ -141,7 +141,7 @@ def _prompt(result: Result) -> tuple[str, int, float]:
 
 
 def _cell(ours: list[Result], of: list[Result]) -> str:
-    """Rate of a method over the prompts that it ran on, and the adaptive decoder's rate to it."""
+    """A cell of the table: a method's tokens a second, and how many times as fast the adaptive decoder is."""
     if not of:
         return "-"
     adaptive = {_prompt(each): each for each in ours}

@@ -16,7 +16,7 @@ from .harness import Command
 
 @dataclass(kw_only=True)
 class Models(Command):
-    """Writes a page."""
+    """Writes the tables of tested models into their page of the docs."""
 
     def run(self) -> None:
         from tests.support.architectures import PAGE, page  # of the clone alone

@@ -40,19 +40,19 @@ Build = Callable[[Any], lp.Decoder]
 
 
 def lookahead(num_tokens: int, **switches: Any) -> Build:
-    """The pool with this many tokens a step at most."""
+    """The default decoder, whose pool drafts so that a step has at most this many tokens."""
     config = budget_config(num_tokens, **switches)
     return lambda model: lp.LookaheadDecoder(model, config)
 
 
 def lookahead_window(num_tokens: int, window: int, ngram: int) -> Build:
-    """The same with `window` x (`ngram` - 1) window nodes."""
+    """A decoder whose step has `window` x (`ngram` - 1) window nodes; drafts fill it up to `num_tokens` tokens."""
     guesses = (num_tokens - max(window * (ngram - 1), 1)) // (ngram - 1)
     return lookahead(num_tokens, window_size=window, ngram_size=ngram, guess_set_size=guesses)
 
 
 def without(switch: str) -> lp.Ablation:
-    """All parts but this one."""
+    """The ablation that switches one idea of the pool off and leaves all others on."""
     values: dict[str, Any] = {switch: False}
     return lp.Ablation(**values)
 
@@ -75,12 +75,12 @@ def equal_budget(num_tokens: int) -> dict[str, Build]:
 
 
 def scaling(num_tokens: int) -> dict[str, Build]:
-    """S by step tokens."""
+    """Pools of more and more step tokens: how S grows with them."""
     return {f"lookahead {count}": lookahead(count) for count in (25, 100, 50, 200, 400)}
 
 
 def ablation(num_tokens: int) -> dict[str, Build]:
-    """Every idea off, and other windows."""
+    """Pools with each idea switched off in turn, and with other windows: what each is worth."""
     switches = ["prompt_ngrams", "prompt_logits", "output_ngrams", "window_ngrams", "position_guesses"]
     switches += ["renoise", "learn", "window_noise"]
     builds = {f"all, {num_tokens} tokens": lookahead(num_tokens)}
@@ -100,7 +100,7 @@ STUDIES = {"equal_budget": equal_budget, "scaling": scaling, "ablation": ablatio
 
 @dataclass(kw_only=True)
 class Pool(TextStudy):
-    """Decoders by texts."""
+    """Compares decoders on known texts: S, step tokens and host time of each."""
 
     texts: Path = option(help="JSONL of tables.py texts")
     results: Path = option(help="JSONL to write, or to go on with")
@@ -126,13 +126,13 @@ class Pool(TextStudy):
         return {name: self.decodes(builds[name], result=self.compared) for name in self.only or builds}
 
     def compared(self, output: lp.GenerationOutput, row: Row) -> Result:
-        """A text's counts and host time, and whether it is the known one."""
+        """The result of one text: its counts and host time, and whether its tokens equal the known ones."""
         host_us = 1e6 * median(step.host_s for step in output.step_stats)
         equal = output.tokens == row.item.tokens[: self.max_new_tokens]
         return counts(output) | {"host_us": host_us, "equal": equal}
 
     def tables(self, results: list[Result]) -> Iterable[Table]:
-        """S @ tokens a step by task and temperature, a line a method."""
+        """A table of S @ tokens a step: a line for each method, a column for each task and temperature."""
         columns = sorted(grouped(results, "task", "temperature"))
         heads = [f"{task}, T = {temperature:g}" for task, temperature in columns]
         lines = []

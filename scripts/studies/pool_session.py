@@ -25,7 +25,7 @@ MEASURED = 20
 
 @dataclass(kw_only=True)
 class PoolSession(ModelStudy):
-    """Numbers of past requests by temperatures."""
+    """Compares S behind no, few and many past requests whose outputs the pool remembers."""
 
     texts: Path = option(help="JSONL of tables.py texts")
     task: str = option("humaneval")
@@ -63,7 +63,7 @@ class PoolSession(ModelStudy):
         }
 
     def decoder(self, file: Path) -> lp.LookaheadDecoder:
-        """One whose pool is in a file."""
+        """Make a decoder whose pool's tables are in a file, which can be set back after each text."""
         scope = lp.PoolScope.SESSION
         config = budget_config(self.num_tokens, pool_scope=scope, pool_mib=self.mib, pool_file=str(file))
         return lp.LookaheadDecoder(self.loaded.model, config)
@@ -76,7 +76,7 @@ class PoolSession(ModelStudy):
         yield Table(("past requests", *map(str, self.past)), lines)
 
     def place(self, result: Result) -> int:
-        """The column of a result."""
+        """The column of the table that a result belongs to."""
         return self.past.index(int(result["method"]))
 
 

@@ -36,10 +36,10 @@ HEADS = (
 
 @dataclass(frozen=True)
 class Measured:
-    """One text with one prediction.
+    """What one text took to decode with one prediction.
 
     Args:
-        compression: S.
+        compression: S, generated tokens a step.
         decode_s: seconds of its decode steps, the median over rounds.
         accepted: part of the text's tokens that were accepted from the prediction.
     """
@@ -53,10 +53,10 @@ def edited(tokens: Sequence[int], part: float, run: int, draws: random.Random) -
     """A text with edits at even distances, by turns left out, replaced and inserted.
 
     Args:
-        tokens: of the text.
-        part: of them, how many are edited.
-        run: tokens of one edit.
-        draws: where the edits begin, and the tokens that they bring, which are other tokens of the text.
+        tokens: token ids of the text.
+        part: part of the tokens that are edited, 0 to 1.
+        run: number of tokens that one edit removes, replaces or adds.
+        draws: draws where the edits begin, and the tokens that they bring, which are other tokens of the text.
     """
     edits = max(round(part * len(tokens) / run), 1)
     stretch = len(tokens) // edits  # that has one edit
@@ -71,7 +71,7 @@ def edited(tokens: Sequence[int], part: float, run: int, draws: random.Random) -
 
 
 def summary(texts: Sequence[Measured], without: Sequence[Measured]) -> dict[str, Any]:
-    """Of texts of one length, beside the same ones without a prediction.
+    """Compare texts that were decoded with a prediction with the same texts without one; all have one length.
 
     Returns:
         S of all; its ratio; the least ratio of a text whose S was low, None if there is none; the ratio of each text's
@@ -95,7 +95,7 @@ def _together(texts: Sequence[Measured]) -> float:
 
 @dataclass(kw_only=True)
 class Predictions(PromptStudy):
-    """Three predictions of each text."""
+    """Decodes each text with the right prediction, with an edited one, and with none."""
 
     temperatures: list[float] = option([0.0, 0.8])
     edited: float = option(0.1, "part of the text's tokens that is edited")
@@ -161,7 +161,7 @@ class Predictions(PromptStudy):
 
 
 def _measured(rounds: list[Result]) -> Measured:
-    """All rounds of one text with one prediction."""
+    """Put the rounds of one text with one prediction together: medians of S and time; all accepted alike."""
     return Measured(
         compression=median(each["tokens"] / each["steps"] for each in rounds),
         decode_s=median(values(rounds, "decode_s")),

@@ -33,7 +33,7 @@ HEADS = ("model", "dtype", "attention", "fused", "honest step", "limit", "plante
 
 @dataclass(kw_only=True)
 class Probe(Study):
-    """Models by attention backends."""
+    """Plants faults in every model under every attention backend, and shows which the probe refuses."""
 
     model: str | None = option(None, "folder or hub name; the tests' models without it")
     weights: int = option(0, "drawn sets of weights instead of architectures")

@@ -26,7 +26,7 @@ OURS = 0  # in place of N
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observed:
-    """What a run measured.
+    """S of one setting of the paper's decoder as it was measured, which the model is fitted to.
 
     Args:
         drafts: b, n-grams verified a step.
@@ -47,7 +47,7 @@ class AcceptanceModel:
 
     Args:
         alpha: probability that a draft token is accepted.
-        f: steps to one that finds good n-grams.
+        f: number of steps among which one finds good n-grams.
     """
 
     alpha: float
@@ -91,7 +91,7 @@ class AcceptanceModel:
 
 
 def _errors(runs: list[Observed], alphas: np.ndarray, inverses: np.ndarray) -> np.ndarray:
-    """Mean squares by alpha and 1 / f."""
+    """Mean square of the logarithm's error for every pair of alpha and 1 / f: what the fit makes least."""
     total = np.zeros((len(alphas), len(inverses)))
     for run in runs:
         tokens = [AcceptanceModel(alpha=a, f=1).expected_tokens(run.drafts, run.depth) for a in alphas]
@@ -102,7 +102,7 @@ def _errors(runs: list[Observed], alphas: np.ndarray, inverses: np.ndarray) -> n
 
 @dataclass(kw_only=True)
 class ScalingLaw(PromptStudy):
-    """S of each setting over all prompts."""
+    """Measures S of each setting over all prompts, and fits the paper's model to them."""
 
     results: Path = option(help="JSONL to write, or to go on with")
     figure: Path = option(help="PNG to draw")
@@ -119,7 +119,7 @@ class ScalingLaw(PromptStudy):
         return shared | {"max_new_tokens": self.max_new_tokens, "temperature": self.temperature}
 
     def rows(self) -> Iterable[Row]:
-        """(N, W) of the paper's method, then (OURS, G)."""
+        """A row for each setting: N and W of the paper's method, then ours by G."""
         settings = [(n, width) for n in self.ngrams for width in self.widths] + [(OURS, size) for size in self.guesses]
         return [Row({"N": n, "size": size}) for n, size in settings]
 
@@ -158,7 +158,7 @@ class ScalingLaw(PromptStudy):
         yield Table(("setting", "tokens a step", "S"), lines, title)
 
     def draw(self, results: list[Result], path: Path) -> None:
-        """Points as measured, lines of the model, a colour an N."""
+        """Draw the measured points and the lines of the fitted model, a colour for each N."""
         title = f"{self.model}, {len(self.prompts)} prompts, T = {self.temperature:g}"
         with figure(path, title, 3.4) as (drawn, (axes,)):
             for index, n in enumerate(sorted({result["N"] for result in results} - {OURS})):

@@ -52,7 +52,7 @@ HEADS = (
 
 @dataclass(kw_only=True)
 class ScalingProjection(SetStudy):
-    """S and host time of each number of ranks, on GPUs by arithmetic."""
+    """Measures S and host time of each number of ranks here, and adds a GPU's step times by arithmetic."""
 
     results: Path = option(help="JSONL to write, or to go on with")
     gpu: str = option("h200", choices=[*GPUS])
@@ -128,7 +128,7 @@ class ScalingProjection(SetStudy):
 
     @property
     def in_turn(self) -> list[list[int]]:
-        """The prompts: the first of every set first."""
+        """All prompts, the first of every set before any second one, so that the first few are of several sets."""
         return [ids for of_set in zip_longest(*self.prompt_ids.values()) for ids in of_set if ids]
 
     def heading(self) -> str:
@@ -138,7 +138,7 @@ class ScalingProjection(SetStudy):
         return f"{gpu} S and host time: {self.model} model on a CPU, {window} {links}"
 
     def series(self, results: list[Result]) -> dict[float, dict[str, list[GpuLine]]]:
-        """Lines of the GPUs, by temperature and method."""
+        """The estimates by temperature and method, each a series over the number of GPUs."""
         config = shape_config(self.shape)
         work, layers = Work.of(sketch(config, "bfloat16")), config.num_hidden_layers
         step_time = partial(StepTime.of, GPUS[self.gpu], work, layers, prefix=self.prefix)
@@ -209,7 +209,7 @@ class _Host:
 
 
 def _config(setting: Result) -> lp.LookaheadConfig:
-    """Ours, of R ranks with B tokens each."""
+    """The config of our decoder for a setting: R ranks with B tokens each."""
     ranks, budget = setting["ranks"], setting["budget"]
     return fixed_config(min(setting["window"] * (ranks - 1), budget // 2), ranks, budget)
 
@@ -229,7 +229,7 @@ def _decode(decoder: Any, ids: list[int], new: int, temperature: float, index: i
 
 
 def project(result: Result, step_time: Callable[[int], StepTime], links: dict[str, Link]) -> GpuLine:
-    """A line of the file, on GPUs with these step times."""
+    """Turn a measured line of the file into the estimate for GPUs with these step times."""
     link = links[LINKS[result["ranks"] > NODE_GPUS]]
     gather_s = link.all_gather_s(result["ranks"], result["payload_bytes"])
     return GpuLine(

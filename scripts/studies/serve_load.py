@@ -46,13 +46,13 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Server:
-    """A server's process.
+    """A server that runs, and what it takes to ask it and to measure it.
 
     Args:
-        name: in the table.
-        model: what clients call its model.
-        pid: of the process.
-        client: of the package openai.
+        name: the server's name in the table.
+        model: what a request calls the server's model.
+        pid: id of its process, whose memory is measured.
+        client: an `openai.OpenAI` that asks this server.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Server:
 
 @dataclass(kw_only=True)
 class ServeLoad(PromptStudy):
-    """Servers by numbers of clients."""
+    """Loads launch.serve, then compares the servers' speed with one and with many clients."""
 
     requests: int = option(500, "of the load; 0 leaves it out")
     clients: int = option(16, "of the load, and of the second comparison")
@@ -234,6 +234,6 @@ def address(started: subprocess.Popen[str], log: Any) -> str:
 
 
 def quantiles(seconds: Sequence[float]) -> tuple[float, float]:
-    """p50 and p99."""
+    """The median and the 99th percentile of seconds."""
     p50, p99 = np.quantile(seconds, (0.5, 0.99))
     return float(p50), float(p99)

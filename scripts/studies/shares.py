@@ -24,14 +24,14 @@ RANKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
 def shared(w: int, n: int, g: int, ranks: int) -> tuple[int, tuple[WindowSlice, ...]]:
-    """B, and the window's columns by rank."""
+    """B, the step tokens of each rank, and the number of the window's columns that each rank has."""
     config = lp.LookaheadConfig(window_size=w, ngram_size=n, guess_set_size=g)
     budget = step_tokens(config, ranks)
     return budget, slice_window(w, n, (budget,) * ranks)
 
 
 def table(w: int, n: int, g: int, num_logits: int = 16) -> str:
-    """What every rank has, by number of ranks."""
+    """The table of what every rank computes in a step, a line for each number of ranks."""
     lines = []
     for ranks in RANKS:
         budget, slices = shared(w, n, g, ranks)
@@ -75,7 +75,7 @@ def has_node(own: WindowSlice, level: int, j: int) -> bool:
 
 @dataclass(kw_only=True)
 class Shares(Command):
-    """Prints one of two tables."""
+    """Prints how a step is shared, by number of ranks; with --ranks, who computes each node of the window."""
 
     W: int = option(help="columns")
     N: int = option(help="tokens of an n-gram")

@@ -29,7 +29,7 @@ RANKS, ONE = "ranks", "one"
 
 
 def fixed_config(window: int, ranks: int, budget: int) -> lp.LookaheadConfig:
-    """N = 2, and on every rank exactly `budget` step tokens.
+    """The config of ranks that each take exactly `budget` step tokens, with N = 2.
 
     Raises:
         ValueError: the window leaves no rank a draft token.
@@ -80,14 +80,14 @@ def decode_all(
     temperature: float,
     context: lp.ParallelContext,
 ) -> list[lp.GenerationOutput]:
-    """What one rank of some decodes.
+    """Decode all prompts on one rank, which takes part in the steps of all ranks.
 
     Args:
-        study: has the model.
-        config: of the decoder.
-        prompts: numbers and ids; the number of a prompt is its sequence, so that noise differs.
-        temperature: 0 is greedy.
-        context: the rank.
+        study: has the model, and the number of tokens to generate.
+        config: settings that the rank's decoder gets.
+        prompts: numbers and token ids; the number of a prompt is its sequence, so that noise differs.
+        temperature: temperature of sampling; 0 is greedy.
+        context: which rank this is, and the collectives of all.
     """
     decoder = lp.LookaheadDecoder(study.loaded.model, config, context, capture="off")  # threads cannot capture
     sampling = sampling_at(temperature)
@@ -96,7 +96,7 @@ def decode_all(
 
 @dataclass(kw_only=True)
 class SharesCompression(SetStudy):
-    """Several ranks and one, by prompts."""
+    """Compares S of several ranks with S of one rank that computes as many tokens alone."""
 
     ranks: int = option(8, "R")
     budget: int = option(64, "B, step tokens of every rank")
@@ -134,7 +134,7 @@ class SharesCompression(SetStudy):
 
 
 def _counts(by_rank: list[lp.GenerationOutput]) -> Result:
-    """A text's tokens and steps, and the step tokens of the largest rank of each step."""
+    """The result of one text: its tokens, its steps, and the sum over steps of the largest rank's step tokens."""
     steps = zip(*(output.step_stats for output in by_rank), strict=True)
     largest = [max(step.num_tokens for step in ranks) for ranks in steps]
     first = by_rank[0]

@@ -38,13 +38,13 @@ ELEMENT_BYTES = 2  # of bfloat16
 
 @dataclass(frozen=True, kw_only=True)
 class Sum:
-    """The time of one sum over the ranks of a replica.
+    """A model of how long one sum over the ranks of a replica takes.
 
     Args:
-        base_s: whatever its size.
-        hop_s: for each of the steps of a ring; 0 where every rank reads all others at once.
-        bytes_per_s: of a link.
-        ring: twice as many steps as there are other ranks, of a part each; or one step, of all others' tensors.
+        base_s: seconds that a sum of any size takes.
+        hop_s: seconds that each step of a ring adds; 0 where every rank reads all others at once.
+        bytes_per_s: speed of the link between two GPUs.
+        ring: True: parts go round in twice as many steps as there are other ranks; False: each rank reads all others.
     """
 
     base_s: float
@@ -69,8 +69,9 @@ class Shape:
     """A model, as far as a step's time depends on it.
 
     Args:
-        work: of the whole model.
-        layers, hidden: of it.
+        work: bytes and FLOPs of a pass of the whole model.
+        layers: number of layers.
+        hidden: hidden size, which sets how many bytes a sum has.
     """
 
     work: Work
@@ -78,7 +79,7 @@ class Shape:
     hidden: int
 
     def part(self, tp: int) -> Work:
-        """Work of one of tp ranks."""
+        """Bytes and FLOPs of a pass on one of tp ranks, which divide the model evenly."""
         work = self.work
         return replace(
             work,
@@ -92,10 +93,11 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Split(StepEstimate):
-    """A split of the GPUs with the step tokens that are best there.
+    """The estimate for GPUs that are split into lp replicas of tp ranks, with the step tokens that are best there.
 
     Args:
-        lp, tp: replicas, and ranks of each.
+        lp: number of replicas.
+        tp: number of ranks that hold one replica.
     """
 
     lp: int
@@ -104,13 +106,13 @@ class Split(StepEstimate):
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What steps run on.
+    """The GPUs that steps run on, and what their sums and hosts cost.
 
     Args:
-        gpu: each of them.
-        memory_bytes: of each.
-        sums: over the ranks of a replica.
-        host_s: a step, of one replica, and what each further one adds to it.
+        gpu: speeds of each GPU.
+        memory_bytes: memory of each GPU, which a rank's part of the model must fit.
+        sums: how long the ranks of a replica take to sum a tensor.
+        host_s: the host's seconds a step with one replica, and those that each further replica adds.
     """
 
     gpu: Gpu
@@ -119,7 +121,7 @@ class Machine:
     host_s: tuple[float, float]
 
     def step(self, shape: Shape, lp: int, tp: int, budget: int, prefix: int) -> dict[str, float]:
-        """Seconds of a step's parts."""
+        """Estimate a step: seconds by name of what it spends them on."""
         parts = StepTime.of(self.gpu, shape.part(tp), shape.layers, budget, prefix).parts
         padded = next((size for size in BUCKETS if size >= budget), budget)
         count = 2 * shape.layers + 2  # with the embeddings' and the vocabulary's
@@ -128,7 +130,7 @@ class Machine:
         return parts
 
     def fits(self, shape: Shape, tp: int) -> bool:
-        """Whether a rank's part has room."""
+        """Whether a tp-th part of the model's weights has room on each GPU."""
         return shape.work.weight_bytes / tp <= MEMORY_SHARE * self.memory_bytes
 
     def best(self, shape: Shape, law: LogLaw, lp: int, tp: int, prefix: int) -> Split:
@@ -154,7 +156,7 @@ class Machine:
 
 @dataclass(kw_only=True)
 class Splits(Study):
-    """Models by sums and host times."""
+    """Finds the fastest split of the GPUs for each model, way to sum, and host time."""
 
     runs: Path = option(help="JSONL of scaling_projection")
     temperature: float = option(0.8, "of the runs")
@@ -204,7 +206,7 @@ class Splits(Study):
 
 
 def cells(name: str, sums: str, host: str, splits: list[Split]) -> list[str]:
-    """A row: the fastest split, beside the two that are one dimension alone."""
+    """A row of the table: the fastest split, beside LP alone and TP alone."""
     best = max(splits, key=lambda split: split.tokens_per_s)
     pure = {True: None, False: None} | {split.tp == 1: split for split in splits if 1 in (split.lp, split.tp)}
     others = [split.tokens_per_s for split in pure.values() if split]

@@ -36,7 +36,7 @@ def configs(num_tokens: int, factors: list[float], probabilities: list[float]) -
 
 @dataclass(kw_only=True)
 class Suffix(Study):
-    """Settings by texts."""
+    """Replays known texts under each setting of suffix decoding, and counts the steps."""
 
     path: Path = option(help="JSONL of tables.py texts")
     num_tokens: int = option(50, "most tokens a step, the last generated one included")
@@ -69,7 +69,7 @@ class Suffix(Study):
 
 
 def measure(config: lp.SuffixConfig, row: Row) -> Result:
-    """The steps of one setting on one text."""
+    """Replay one text under one setting: its tokens, steps and step tokens."""
     text = row.item
     found = replay(SuffixTree(config, text.prompt), text.prompt, text.tokens, config.max_tokens)
     return {"tokens": found.tokens, "steps": found.steps, "num_tokens": found.step_tokens}

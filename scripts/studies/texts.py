@@ -22,7 +22,7 @@ from .harness import Method, Result, Row, Table, TextStudy, grouped, option
 
 @dataclass(kw_only=True)
 class Texts(TextStudy):
-    """Plain decoding of each prompt."""
+    """Decodes each prompt plainly, and writes the text down for other tables."""
 
     results: Path = option(help="the JSONL to write, or to go on with")
     task: list[Path] = option([], "JSONL of prompts")

@@ -35,7 +35,7 @@ PACKAGES = {TRANSFORMERS: "transformers", "deepspeed_tp": "deepspeed"}
 
 @dataclass(kw_only=True)
 class TensorParallel(Study):
-    """Methods that divide one model."""
+    """Times the methods that divide one model over ranks, on the same text."""
 
     hidden: int = option(1536, "width; the MLP is 8/3 of it")
     layers: int = option(4)
@@ -47,7 +47,7 @@ class TensorParallel(Study):
 
     @cached_property
     def context(self) -> lp.ParallelContext:
-        """This rank, of all that the command started."""
+        """The context of this rank among all that the command started."""
         size = env_int("WORLD_SIZE", 1)
         if size == 1:
             raise UserError("one rank holds the whole model; NPROC=2 bash torchrun.sh scripts.tables tp")

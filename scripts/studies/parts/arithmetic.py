@@ -23,12 +23,12 @@ LAUNCH_S = 5e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """A GPU by its data sheet.
+    """A GPU's speeds by its data sheet, from which the time of a step is computed.
 
     Args:
-        name: as its maker writes it.
-        bytes_per_s: of its memory.
-        flop_per_s: of dense products in bfloat16.
+        name: the maker's name, for tables.
+        bytes_per_s: memory bandwidth.
+        flop_per_s: speed of dense products in bfloat16.
     """
 
     name: str
@@ -59,7 +59,7 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """All of it."""
+        """Seconds of the whole pass."""
         return max(self.weights, self.flops) + self.kernels
 
     @property
@@ -70,14 +70,14 @@ class StepTime:
 
     @classmethod
     def of(cls, gpu: Gpu, work: Work, layers: int, num_tokens: int, prefix: int) -> StepTime:
-        """t(T).
+        """Compute t(T), the time of a forward pass of T tokens, without having the GPU.
 
         Args:
-            gpu: that computes.
-            work: of the model.
-            layers: of the model.
-            num_tokens: T; a captured step has the next larger of a few sizes.
-            prefix: cached tokens.
+            gpu: what the pass runs on.
+            work: bytes and FLOPs of a pass of the model.
+            layers: number of the model's layers, each of which starts LAYER_KERNELS kernels.
+            num_tokens: T; a captured step is padded to the next larger of a few sizes.
+            prefix: number of cached tokens.
         """
         padded = next((size for size in BUCKETS if size >= num_tokens), num_tokens)
         return cls(

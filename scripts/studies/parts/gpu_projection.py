@@ -13,12 +13,12 @@ from lp.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class StepEstimate:
-    """A step and the speed that follows from it.
+    """The estimated time of a step and S, and the speed that follows from both.
 
     Args:
         budget: B, step tokens of a replica of the model; 1 is plain decoding.
-        compression: S.
-        parts: of the step, seconds by name: weights or FLOPs, kernels, host, gather.
+        compression: S, generated tokens a step.
+        parts: what the step's time goes to, seconds by name: weights or FLOPs, kernels, host, gather.
     """
 
     budget: int
@@ -38,17 +38,17 @@ class StepEstimate:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuLine(StepEstimate):
-    """R GPUs with B tokens each.
+    """The estimate for R GPUs with B tokens each: a line of the table.
 
     Args:
-        ranks: R.
+        ranks: R, the number of GPUs.
     """
 
     ranks: int
 
     @property
     def step_tokens(self) -> int:
-        """R x B."""
+        """R x B, the tokens that all ranks together compute in a step."""
         return self.ranks * self.budget
 
     @property
@@ -108,7 +108,7 @@ class LogLaw:
         return cls(start=float(start), doubling=float(doubling))
 
     def compression(self, step_tokens: float) -> float:
-        """S of so many tokens."""
+        """S by the law where a step has so many tokens."""
         return self.start + self.doubling * math.log2(step_tokens)
 
     def __str__(self) -> str:

@@ -15,18 +15,18 @@ NULL: Schema = {"type": "null"}
 
 
 class JsonTask(NamedTuple):
-    """What is asked for, and what shows it."""
+    """A task that asks for JSON: the schema that an answer follows, and the prompt that shows such texts."""
 
     schema: Schema
     prompt: str
 
 
 def drawn_task(draws: random.Random, shown: int = 1) -> JsonTask:
-    """An object, behind others of its schema, one a line.
+    """Draw a task: an object is asked for behind others of its schema, one a line.
 
     Args:
-        draws: where all of it comes from.
-        shown: objects in the prompt.
+        draws: source of the random numbers.
+        shown: number of objects in the prompt.
     """
     schema = drawn_schema(draws, 3, 6)
     values = [drawn_value(schema, draws, schema["$defs"]) for _ in range(shown)]
@@ -39,7 +39,7 @@ def drawn_schema(draws: random.Random, least: int = 1, most: int = 4) -> Schema:
 
     Args:
         draws: where it comes from.
-        least, most: fields.
+        least, most: fewest and most fields that the object has.
     """
     schema = _object(draws, draws.randint(least, most), 0)
     return {**schema, "$defs": {"item": _leaf(draws)}}

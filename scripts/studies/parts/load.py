@@ -39,11 +39,11 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What came back.
+    """What came back for a request, and when: what the figures of a load are made of.
 
     Args:
-        tokens: generated; 0 where the server did not say.
-        first_s: seconds to the first characters of a stream; None of others.
+        tokens: number of generated tokens; 0 where the server did not say.
+        first_s: seconds to the first characters of a stream; None for an answer that came whole.
         total_s: seconds to the end.
         failure: what went wrong that the client did not; empty for nothing.
     """
@@ -60,11 +60,11 @@ def draw_requests(
     """Requests of mixed lengths: half of them streams, a tenth of whose clients leave, and 5 % malformed.
 
     Args:
-        model: what the server calls it.
-        prompts: of which each request has the end of one.
-        count: of requests.
-        seed: of what is drawn.
-        most_tokens: of an answer.
+        model: the server's name for its model.
+        prompts: texts; a request's prompt is the end of one of them, cut at a drawn place.
+        count: number of requests.
+        seed: the same seed draws the same requests.
+        most_tokens: largest `max_tokens` that a request asks for.
     """
     draw = random.Random(seed)
     requests = []
@@ -92,8 +92,8 @@ def send(client: Any, request: Request) -> Answer:
     """Send one request and wait for its end.
 
     Args:
-        client: of the package openai.
-        request: to send.
+        client: an `openai.OpenAI`, which knows the server's address.
+        request: what is asked for, and whether the client leaves early or the server must refuse.
     """
     import openai
 
@@ -138,8 +138,8 @@ def send_all(
     """Send requests from several threads; the answers in the order of the requests, and the seconds of it all.
 
     Args:
-        client: of the package openai, which all threads use.
-        requests: to send.
+        client: an `openai.OpenAI`, which all threads share.
+        requests: what is sent, in this order.
         clients: threads; each sends one request at a time.
         on_answer: is told how many answers there are, at each.
     """

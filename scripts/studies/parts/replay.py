@@ -26,8 +26,8 @@ class Text:
 
     Args:
         task: name of the set the prompt is from.
-        index: of the prompt in its set, which sampled noise depends on too.
-        temperature: it was sampled with; 0 is greedy.
+        index: the prompt's number in its set, which sampled noise depends on too.
+        temperature: temperature that the text was sampled with; 0 is greedy.
         prompt, tokens: ids of the prompt and of what came behind it.
     """
 
@@ -65,12 +65,12 @@ def load_texts(path: str | Path) -> list[Text]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replay:
-    """The steps of a source on one text.
+    """How many steps and step tokens a draft source needs for one text.
 
     Args:
-        tokens: of the text.
-        steps: that it takes.
-        step_tokens: of all steps, `c` of each included.
+        tokens: number of the text's tokens.
+        steps: number of decode steps to its end.
+        step_tokens: tokens that all steps compute together, `c` of each included.
     """
 
     tokens: int
@@ -84,7 +84,7 @@ class Replay:
 
     @property
     def tokens_a_step(self) -> float:
-        """Mean step tokens."""
+        """Mean number of tokens that a step computes."""
         return self.step_tokens / self.steps
 
 
@@ -95,14 +95,14 @@ def replay(
     budget: int,
     max_new_tokens: int | None = None,
 ) -> Replay:
-    """The steps of a decoder without a window whose source learns from the text alone.
+    """Count the steps of a decoder without a window whose source learns from the text alone.
 
     Args:
-        source: built for this prompt.
-        prompt: ids the text continues.
-        tokens: the text, at least one token.
-        budget: draft tokens a step, at most.
-        max_new_tokens: of the call; nodes past it are not computed. None: as many as the text has.
+        source: proposes the drafts; must be new, and built for this prompt.
+        prompt: token ids that the text continues.
+        tokens: token ids of the text, at least one.
+        budget: most draft tokens that a step may have.
+        max_new_tokens: most tokens that the call asked for; nodes past it are not computed. None: the text's number.
     """
     no_samples = StepSamples.of([], [], [], [], TopLogits.empty())
     text = list(prompt)

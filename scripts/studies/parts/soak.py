@@ -30,10 +30,10 @@ class Sample:
 
     Attributes:
         t_s: seconds since the load began.
-        processes: their number.
-        resident_bytes, handles, threads: of all of them.
-        answers: to clients.
-        failures: that are not the client's.
+        processes: number of the server's processes.
+        resident_bytes, handles, threads: memory, open files and threads of all processes together.
+        answers: number of requests that were answered.
+        failures: number of requests that failed and were not meant to.
     """
 
     t_s: float
@@ -45,15 +45,15 @@ class Sample:
     failures: int
 
     def as_record(self) -> dict[str, float]:
-        """For a line of JSON."""
+        """The sample's values by name, to be written as a line of JSON."""
         return asdict(self)
 
 
 def resident_bytes(process: int | str = "self") -> int | None:
-    """A process's resident memory now.
+    """A process's resident memory now, in bytes; None where the system does not report it.
 
     Args:
-        process: its id.
+        process: id of the process; "self" is this one.
     """
     statm = Path(f"/proc/{process}/statm")
     return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else None
@@ -63,8 +63,8 @@ def take_sample(root: int, t_s: float, answers: int, failures: int) -> Sample:
     """What a process and its descendants hold now; those that end meanwhile are left out.
 
     Args:
-        root: its id.
-        t_s, answers, failures: of the sample.
+        root: the process's id.
+        t_s, answers, failures: what the sample is to say of the time and of the load.
     """
     held = []
     for process in descendants(root):
@@ -79,7 +79,7 @@ def take_sample(root: int, t_s: float, answers: int, failures: int) -> Sample:
 
 
 def descendants(root: int) -> list[int]:
-    """A process and all that it started, or that those started."""
+    """The ids of a process and of all processes that it or its descendants started."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -94,13 +94,13 @@ def descendants(root: int) -> list[int]:
 
 
 class Slope(NamedTuple):
-    """The slope of a line through samples.
+    """How fast a quantity of a server grows, by a line through its samples, and how sure that is.
 
     Attributes:
-        mean: of the samples behind the warm-up.
-        per_hour: growth.
-        margin: half of its interval of 95 %.
-        hours: from the first block to the last.
+        mean: mean value of the samples behind the warm-up.
+        per_hour: growth in an hour, in the quantity's unit.
+        margin: half the width of the growth's interval of 95 %.
+        hours: time from the mean of the first block to that of the last.
     """
 
     mean: float
@@ -127,11 +127,11 @@ def check_count(samples: int) -> None:
 
 
 def slope(samples: Sequence[Sample], name: str) -> Slope:
-    """The slope of what samples hold, behind the warm-up.
+    """Fit a line to one quantity of the samples behind the warm-up.
 
     Args:
-        samples: in order.
-        name: one of HELD.
+        samples: all samples of the run, by time.
+        name: the quantity, one of HELD.
 
     Raises:
         UserError: fewer than 2 samples a block.
