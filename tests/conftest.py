@@ -211,7 +211,7 @@ class Processes:
         return found
 
     def wait_for_end(self, timeout_s: float = 20) -> list[psutil.Process]:
-        """Those still alive after at most `timeout_s`: none, if the launch cleans up behind itself."""
+        """The processes still alive after at most `timeout_s`: none, if the launch cleans up behind itself."""
         end = time.monotonic() + timeout_s
         while (left := self.alive()) and time.monotonic() < end:
             time.sleep(0.1)

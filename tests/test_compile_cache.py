@@ -22,7 +22,7 @@ RUN = "import lp; print(len(lp.LookaheadDecoder(lp.load('demo').model).generate(
 
 @pytest.fixture
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """As right after an install: a folder without compiled functions."""
+    """A folder without compiled functions, as it is right after an install."""
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("NUMBA_DISABLE_JIT", raising=False)
     monkeypatch.delenv("LP_COMPILE", raising=False)
@@ -33,7 +33,7 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class Started:
-    """In place of subprocess.Popen: what would have been started."""
+    """Takes the place of subprocess.Popen: notes what would have been started."""
 
     def __init__(self) -> None:
         self.commands: list[list[str]] = []

@@ -160,7 +160,7 @@ class _Tracing(lp.LookaheadDecoder):
 
 @pytest.fixture(scope="module")
 def traces() -> list[list[Position]]:
-    """Of built-in prompts, greedy and sampled: what was proposed at every token."""
+    """What the pool proposes at every token of built-in prompts' texts, greedy and sampled: cuts are tried on them."""
     if not (DEMO_MODEL / "model.safetensors").exists():
         pytest.skip("the demo model's weights are not here")
     loaded = load("demo")

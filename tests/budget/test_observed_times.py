@@ -49,7 +49,7 @@ def _steps(times: StepTimes, sizes: Mapping[int, int], noise: float = 0.0, slow:
 
 
 def _ratio(times: StepTimes, size: int) -> float:
-    """Of a step of this size to a plain one."""
+    """How many times as long as a plain step a step of this size takes, by what was learned."""
     return times.step_s(size) / times.plain_s
 
 

@@ -24,13 +24,13 @@ from tests.support.tiny_models import drawn_text, tiny_model
 
 
 def observed_at_once(pool: NGramPool, text: list[int], num_new: int, samples: StepSamples, budget: int) -> DraftTree:
-    """The next proposal of a pool that learns all before it."""
+    """The next proposal of a pool that learns a whole step before it proposes."""
     pool.observe(text, num_new, samples)
     return pool.propose(text, budget)
 
 
 def observed_late(pool: NGramPool, text: list[int], num_new: int, samples: StepSamples, budget: int) -> DraftTree:
-    """The same of one that merges the samples behind it, from memory that is another step's soon after."""
+    """The next proposal of a pool that merges a step's samples behind it; their memory is overwritten afterwards."""
     packed = samples.packed.copy()
     merge = pool.observe_part(text, num_new, replace(samples, packed=packed))
     tree = pool.propose(text, budget)

@@ -49,7 +49,7 @@ def packed(contexts: int, k: int = 4, seed: int = 0, vocabulary: int = V) -> np.
 
 
 def file_of(longer: Sequence[tuple[int, ...]] = (), seed: int = 0, vocabulary: int = V, k: int = 4) -> np.ndarray:
-    """Of every token, and of these longer contexts."""
+    """The file of model n-grams that knows every single token and these longer contexts."""
     contexts = [Contexts(np.arange(vocabulary)[:, None], packed(vocabulary, k, seed, vocabulary))]
     for length in (2, 3):
         of_length = [each for each in longer if len(each) == length]
@@ -188,7 +188,7 @@ def test_models_with_recurrent_layers() -> None:
 
 
 class Ended(BaseException):
-    """As a kill ends it."""
+    """Raised in place of a kill, to end the tool in the middle of its passes."""
 
 
 @pytest.mark.parametrize("passes", [1, 3, 9, 14])

@@ -24,13 +24,13 @@ SAMPLING = lp.SamplingParams(temperature=0.7, seed=11)
 
 
 def config_of(**values: Any) -> lp.LookaheadConfig:
-    """A small session."""
+    """A config with a small pool that lasts for a session."""
     small: dict[str, Any] = {"window_size": 5, "ngram_size": 4, "guess_set_size": 4, "pool_mib": 1}
     return lookahead_config(**{"pool_scope": "session"} | small | values)
 
 
 def digest(decoder: LookaheadDecoder) -> int:
-    """Of what a session remembers."""
+    """A digest of the tables that a session's pool remembers, to see whether a call changed them."""
     assert isinstance(decoder.factory, PoolFactory) and decoder.factory.tables is not None
     return tables_digest(decoder.factory.tables)
 

@@ -21,7 +21,7 @@ CONFIGS += [lp.PromptLookupConfig(num_tokens=20)]  # which has no share of its o
 
 
 def edited(tokens: list[int], seed: int) -> list[int]:
-    """With a few tokens left out, changed and added."""
+    """A text's tokens with a few left out, changed and added, as a user's prediction differs from the text."""
     draws, tokens = random.Random(seed), list(tokens)
     for _ in range(3):
         at = draws.randrange(len(tokens))

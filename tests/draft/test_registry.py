@@ -108,7 +108,7 @@ class _Source(DraftSource):
 
 
 def test_registrations_that_clash_are_refused() -> None:
-    """Of two sources of one name, or of one config, one would silently never run."""
+    """Two sources with one name or one config: one of them would silently never run."""
     before = sources()
     with pytest.raises(ValueError, match="a draft source named 'suffix' is registered already"):
         register_source("suffix", _Other)(_Source)

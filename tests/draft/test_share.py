@@ -143,7 +143,7 @@ def preorder(tree: DraftTree) -> list[list[int]]:
 
 
 def best_cut(paths: list[list[int]], base: Sequence[int], budget: int) -> tuple[int, float]:
-    """By trying every cut into one block a rank: how many paths fit, and the smallest largest step of all of them."""
+    """The best cut into one block a rank, by trying all: how many paths fit, and the smallest largest step of them."""
 
     @cache
     def largest(rank: int, start: int, end: int) -> float:

@@ -21,7 +21,7 @@ Sampled = list[dict[int, int]]  # by rank, what its sampled nodes sampled
 
 
 def node_paths(layout: StepLayout) -> list[Path]:
-    """Of every node of a rank, the tokens behind `c` up to it."""
+    """The path of every node of a rank, tokens behind `c` up to it: paths name nodes alike on all ranks."""
     return [(), *paths_of(layout.tokens[1:].tolist(), (layout.parents[1:] - 1).tolist())]
 
 
@@ -172,7 +172,7 @@ def test_union_and_walk_equal_the_table(ranks: int, cases: Callable[[int, int], 
 
 
 def without_merging(layout: StepLayout) -> StepLayout:
-    """The same of a source whose nodes share nothing."""
+    """A rank's layout as a source would have it whose nodes are never merged with others of the same token."""
     window = LookaheadWindow(0, layout.columns.levels + 1, [5])
     window.levels = [[]] * layout.columns.levels
     own = range(layout.num_window, layout.num_nodes)
@@ -275,7 +275,7 @@ Rule = Callable[[list[StepLayout], Sampled, UnionTree, int], list[int]]
 
 
 def union_rule(layouts: list[StepLayout], sampled: Sampled, union: UnionTree, budget: int) -> list[int]:
-    """The rule of the runtime."""
+    """Walk the union of all ranks' trees, as the runtime does."""
     union.merge(trees_of(layouts, sampled, budget), slices_of(layouts), True)
     return union.walk(0, FAR).tokens
 

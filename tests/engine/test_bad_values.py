@@ -210,7 +210,7 @@ def test_what_is_no_grammar() -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _WrongConfig:
-    """Of a source that drafts a token the model may not have."""
+    """The config of a source that drafts a token which the model may not have, as a user's source could."""
 
     token: int = 0
 

@@ -91,7 +91,7 @@ def test_greedy_text_is_that_of_generate(model: PreTrainedModel, name: str) -> N
 
 @pytest.mark.parametrize("name", [*SCORES, *WARPERS])
 def test_scores_of_sampled_text_are_those_of_generate(model: PreTrainedModel, name: str) -> None:
-    """Of text that the checkpoint samples by default, with the seed that the output names."""
+    """Scores of text that the checkpoint samples by default: where they miss a processor, `generate`'s differ."""
     fields = {"temperature": 0.8, "top_k": 0} if name in SCORES else {}
     _checkpoint(model, do_sample=True, **fields | {**SCORES, **WARPERS}[name])
     decoder = lp.LookaheadDecoder(model)

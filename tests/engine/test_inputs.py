@@ -87,7 +87,7 @@ def test_wrong_prompts(decoder: lp.LookaheadDecoder, kind: str) -> None:
 
 @pytest.mark.parametrize("integer", [np.int64, np.uint8, torch.tensor], ids=["int64", "uint8", "tensor"])
 def test_counts(model: tf.PreTrainedModel, decoder: lp.LookaheadDecoder, integer: Any) -> None:
-    """Of every argument that counts something; noise of sequence 3 is that of Python's own 3."""
+    """Counts as numpy's and torch's integers: noise of sequence 3 must be that of Python's own 3."""
     sampling = lp.SamplingParams(seed=4, top_k=40)
     own = decoder.generate(IDS, 12, sampling, sequence=3, padding=[0, 0]).tokens
     given = lp.SamplingParams(seed=integer(4), top_k=integer(40))

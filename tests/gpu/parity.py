@@ -85,7 +85,7 @@ class FirstAttention:
 
 
 def text(length: int) -> list[int]:
-    """Tokens of a prefix."""
+    """Token ids of a prefix of this length: the same for every test, with few repeats."""
     return [(7 * i + i * i) % VOCABULARY for i in range(length)]
 
 
@@ -116,12 +116,12 @@ def attended(model: PreTrainedModel, attention: str, flip: bool = False) -> dict
 
 @lru_cache(maxsize=4)
 def reference(kind: str, head_dim: int, dtype: torch.dtype, flip: bool = False) -> dict[tuple[int, str], torch.Tensor]:
-    """The same in float64 with the same rounded weights, attention written out."""
+    """The oracle of `attended`: the same rounded weights in float64, with transformers' eager attention."""
     return attended(copy.deepcopy(model_of(kind, head_dim, dtype)).double(), "eager", flip)
 
 
 def worst(output: dict[tuple[int, str], torch.Tensor], expected: dict[tuple[int, str], torch.Tensor]) -> float:
-    """The largest relative error of a token, in all cases."""
+    """The largest relative error of any token over all prefixes and layouts, for a test to hold to its tolerance."""
     assert output.keys() == expected.keys()
     errors = [(output[case].double() - expected[case]).norm(dim=1) / expected[case].norm(dim=1) for case in expected]
     return float(torch.cat(errors).max())

@@ -59,7 +59,7 @@ def test_a_token_has_the_same_bits_in_any_company(name: str) -> None:
 
 
 def models(dtype: torch.dtype) -> dict[str, Any]:
-    """With fused layers, and with sliding windows."""
+    """Models that the mode runs in different ways: one with fused layers, one with sliding windows."""
     return {
         "llama": model_of("GQA", 64, dtype, layers=2),
         "gemma3": tiny_model("gemma3", dtype=dtype, sharpness=2.0).to(DEVICE),

@@ -31,7 +31,7 @@ CONFIG = lp.LookaheadConfig(window_size=5, ngram_size=4, guess_set_size=6)
 def _logits(
     model: PreTrainedModel, attention: str, capture: Capture, prefixes: tuple[int, ...], names: list[str]
 ) -> list[torch.Tensor]:
-    """Of these layouts behind these prefixes, in an order of their own: what follows a step is of another size."""
+    """Logits of steps of these layouts behind these prefixes, shuffled, so that the next step has another size."""
     runner = ModelRunner(model, attention, capture, probe=False)
     cache = runner.new_cache(max(prefixes) + max(layout.num_nodes for layout in layouts().values()))
     cases = [(prefix, layouts()[name]) for prefix in prefixes for name in names]
@@ -48,7 +48,7 @@ def _logits(
 
 
 def _error(output: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
-    """The largest of a token, relative to its logits' size."""
+    """The largest error of a token's logits, relative to their norm."""
     assert [logits.shape for logits in output] == [logits.shape for logits in expected]
     errors = [(a.double() - b).norm(dim=1) / b.norm(dim=1) for a, b in zip(output, expected, strict=True)]
     return float(torch.cat(errors).max())
@@ -92,7 +92,7 @@ def test_a_captured_step_is_as_near_float64_as_one_that_is_not(
 @pytest.mark.skipif(GPU_DRY_RUN, reason="compiling takes longer than a dry run may")
 @pytest.mark.parametrize("attention", ["sdpa", "flash"])
 def test_a_compiled_step_is_as_near(attention: str, record_property: Callable[[str, object], None]) -> None:
-    """Of one size, since every size is compiled; the length is data and must not be compiled in."""
+    """A length that is compiled in is wrong behind the next prefix. One size alone: each is compiled by itself."""
     _check(attention, torch.bfloat16, Capture.COMPILE, PREFIXES[2:], ["window alone"], record_property)
 
 

@@ -50,10 +50,10 @@ DEMO = pytest.mark.skipif(
 
 
 class Through(list[int]):
-    """The texts of the calls that went through lp."""
+    """Records calls that went through lp, to tell them from those of transformers' own loop."""
 
     def taken(self) -> int:
-        """How many calls did since the last time."""
+        """Number of calls that went through lp since the last question."""
         count = len(self)
         self.clear()
         return count
@@ -94,7 +94,7 @@ def demo() -> Loaded:
 
 
 def _own(model: PreTrainedModel, *args: Any, **asked: Any) -> Any:
-    """What transformers' own `generate` gives."""
+    """The tokens of transformers' own `generate`, which a call through lp must have too."""
     return type(model).generate(model, *args, **asked)
 
 
@@ -493,7 +493,7 @@ def test_a_saved_model_is_plain(model: PreTrainedModel, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["lora", "prompt tuning"])
 def test_adapters(through: Through, kind: str) -> None:
-    """Of the weights through lp; virtual tokens, which lp never sees, through PEFT and transformers."""
+    """LoRA goes through lp; prompt tuning, whose virtual tokens lp never sees, through PEFT, or they would be lost."""
     base = tiny_model("llama").double()
     base.generation_config.pad_token_id = 0
     lora = peft.LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False, target_modules="all-linear")

@@ -247,7 +247,7 @@ def test_what_it_cannot_do_is_refused(model: PreTrainedModel, asked: dict[str, A
 def test_what_is_not_a_left_padded_prompt_is_refused(
     model: PreTrainedModel, ids: list[int], asked: dict[str, Any], name: str
 ) -> None:
-    """Of these, transformers' own tokens are others than those of the prompt alone."""
+    """Input that is no left-padded prompt: transformers' tokens are not the prompt's there, so lp may not guess."""
     asked = {"input_ids": torch.tensor([ids])} | asked if ids else asked
     with pytest.raises(ValueError, match=name):
         model.generate(**asked, max_new_tokens=8, **LOOKAHEAD)

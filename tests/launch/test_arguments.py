@@ -39,7 +39,7 @@ def test_a_prompt_needs_no_quoting(args: list[str], others: list[str]) -> None:
 
 
 def test_a_dash_is_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of several ranks none has it: their launcher has read it for them."""
+    """Standard input becomes the prompt; of several ranks none has it, so their launcher's reading is taken."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("import os\n"))
     assert take_prompt(["-"], positional=True) == [] and os.environ[PROMPT] == "import os\n"
     monkeypatch.setenv(STDIN, "of the launcher")

@@ -27,7 +27,7 @@ LIMIT_S = 60  # no bad input may hang
 
 
 def refused(launch: Launch, *overrides: str) -> str:
-    """The one line with which an app refuses."""
+    """Start an app that must end with exit code 2; the one line with which it refuses."""
     started = time.monotonic()
     ran = launch(*overrides)
     assert time.monotonic() - started < LIMIT_S
@@ -61,7 +61,7 @@ TASKS: dict[str, tuple[bytes, str]] = {
 
 @pytest.mark.parametrize("kind", TASKS)
 def test_a_bad_task_file(launch_generate: Launch, tmp_path: Path, kind: str) -> None:
-    """Of a thousand lines, the user needs the number of the bad one; and nothing may be generated before it."""
+    """A bad line of a thousand is named by its number, before anything is generated."""
     content, message = TASKS[kind]
     file = tmp_path / "tasks.jsonl"
     file.write_bytes(content)
@@ -118,7 +118,7 @@ MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_bad_model_folder(launch_generate: Launch, tiny_folder: Path, tmp_path: Path, kind: str) -> None:
-    """Of a download that was cut off or mixed up, the file or tensor, before anything is generated."""
+    """A download that was cut off or mixed up: the bad file or tensor is named before anything is generated."""
     folder = tmp_path / "model"
     shutil.copytree(tiny_folder, folder)
     spoil, message = MODELS[kind]

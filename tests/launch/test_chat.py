@@ -63,13 +63,13 @@ def prompts(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def talk(launch_chat: Callable[..., Ran], tiny_folder: Path) -> Callable[..., Ran]:
-    """A chat of these lines with a tiny model that has no chat template."""
+    """Starts launch.chat with these lines and a tiny model that has no chat template."""
     return lambda lines, *overrides: launch_chat(lines, *SMALL, f"model.name={tiny_folder}", *overrides)
 
 
 @pytest.fixture
 def talk_turns(launch_chat: Callable[..., Ran], chat_folder: Path) -> Callable[..., Ran]:
-    """The same with one that has."""
+    """Starts launch.chat with these lines and a tiny model that has a chat template."""
     return lambda lines, *overrides: launch_chat(lines, *SMALL, f"model.name={chat_folder}", *overrides)
 
 

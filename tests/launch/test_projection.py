@@ -124,7 +124,7 @@ def test_ranks_merge_late_when_they_are_recorded_too() -> None:
 
 
 def test_a_step_takes_as_long_as_its_slowest_rank() -> None:
-    """Of medians: the slowest run of any rank would be the unluckiest, the slowest half of a step no rank's."""
+    """A step lasts as long as its slowest rank by medians: the slowest of all runs would be the unluckiest one."""
 
     def output(*steps: tuple[float, float]) -> lp.GenerationOutput:
         return lp.GenerationOutput([1], "length", [StepStats(7, 0, 0, forward, 9.0, host) for forward, host in steps])

@@ -100,7 +100,7 @@ def _merged(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
 
 @pytest.fixture(params=["cpu", "gpu"])
 def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Of the weights in memory: that of a CPU, or that of a GPU, on a CPU."""
+    """How fused weights lie in memory: as for a CPU, or as for a GPU, which is tried on a CPU here."""
     if request.param == "gpu":
         monkeypatch.setattr("lp.models.fused.laid_out", _merged)
     return str(request.param)

@@ -45,7 +45,7 @@ def test_a_damaged_file_is_one_line(tmp_path: Path) -> None:
 
 
 def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
-    """Of which transformers knows no mapping."""
+    """A file of an architecture that transformers has no mapping for is refused by the architecture's name."""
     writer = gguf.GGUFWriter(str(tmp_path / "x.gguf"), "nosucharch")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

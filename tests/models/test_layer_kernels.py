@@ -77,7 +77,7 @@ def test_it_compiles_without_spills(name: str, capability: int) -> None:
 
 @pytest.fixture
 def fused_model(gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> PreTrainedModel:
-    """On the simulated device, whose tensors are of no class that layers are fused for; no trial has been made yet."""
+    """A model that is fused on the simulated device, for which its kernels have not been tried yet."""
     monkeypatch.setattr(fused, "is_mergeable", lambda linears: True)
     monkeypatch.setattr(fused, "laid_out", lambda parameters: [each.data for each in parameters])
     monkeypatch.setattr(kernel_choice, "_passed", {})

@@ -16,7 +16,7 @@ EXACT = 1e-12  # float64, of numbers around 1
 
 
 def drawn_parents(rng: random.Random, nodes: int) -> list[int]:
-    """Of a forest: several nodes may continue the prefix itself, as the padding of a step does."""
+    """Draw the parents of a forest: several nodes may continue the prefix itself, as the padding of a step does."""
     stays = rng.random()
     return [at - 1 if rng.random() < stays else rng.randrange(-1, at) for at in range(nodes)]
 
@@ -70,7 +70,7 @@ def test_gated_delta_rule_is_the_recurrence_along_every_path(cases: Callable[[in
 
 
 def test_state_space_is_the_recurrence_along_every_path(cases: Callable[[int, int], range]) -> None:
-    """The same of Mamba-2."""
+    """A decay or an ancestor of Mamba-2 that is wrong in the sum over a path, or in the state behind it."""
     for parents, tree, numbers in drawn(cases(30, 300)):
         count = len(parents)
         state, g = numbers(2 * HEADS, ROWS, COLUMNS), -numbers(2 * HEADS, count).abs()

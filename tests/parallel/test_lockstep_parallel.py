@@ -75,7 +75,7 @@ def on_ranks(
 
 @pytest.fixture
 def largest_steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Of every rank and step, its step tokens and B."""
+    """(step tokens, B) of every rank and step of the test's texts, in the order in which steps began."""
     begin_step = Generation.begin_step
     seen: list[tuple[int, int]] = []
 
@@ -125,7 +125,7 @@ def test_ranks_give_plain_greedy(cases: Callable[[int, int], range], largest_ste
 
 
 def _alike(output: lp.GenerationOutput | BaseException) -> list[tuple[int, int, int, bool]]:
-    """What all ranks must have alike of every step."""
+    """The part of every step's figures that all ranks must have alike; times may differ."""
     assert isinstance(output, lp.GenerationOutput)
     return [(step.accepted, step.num_draft, step.columns, step.idle) for step in output.step_stats]
 
@@ -299,7 +299,7 @@ def test_a_rank_may_draft_anything(kv_sync: lp.KVSync, monkeypatch: pytest.Monke
 
 
 def _copies(ranks: int, **options: Any) -> list[PreTrainedModel]:
-    """A model for every rank."""
+    """A copy of the model for every rank, as processes have."""
     return [tiny_model(**options) for _ in range(ranks)]
 
 

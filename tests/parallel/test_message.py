@@ -165,7 +165,7 @@ def test_a_digest_takes_arrays() -> None:
     ],
 )
 def test_a_message_without_a_tree_is_refused(at: int, value: int) -> None:
-    """Of another version, or broken on its way: compiled code would read and write beyond its arrays."""
+    """A message of another version, or broken on its way, has to be refused: compiled code would leave its arrays."""
     shape = MessageShape(5, 1)
     sampled = Sampled(torch.arange(3), torch.zeros(3, 1, dtype=torch.int64))
     sent = message.pack(Header(7, Stop.NONE, 0), layout_of(0, 2, [[8, 9]]), sampled, shape)

@@ -13,7 +13,7 @@ from tests.support.forked import Forked
 
 
 def made(group: dist.ProcessGroup, device: torch.device, off_by: float = 0.0) -> OneShotSum:
-    """Of a kernel that sums as torch's does, in new memory."""
+    """A `OneShotSum` whose kernel is gloo's all-reduce; `off_by` is added to the sum, to plant a wrong kernel."""
 
     def kernel(shared: torch.Tensor, tensor: torch.Tensor, op: str, name: str) -> torch.Tensor:
         assert (shared.dtype, op, name) == (tensor.dtype, "sum", group.group_name)

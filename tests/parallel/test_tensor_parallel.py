@@ -58,7 +58,7 @@ def on_ranks(
 def generated(
     model: Any, world: int, tp: int, config: Any = SHAPE, sampling: lp.SamplingParams | None = None, **kwargs: Any
 ) -> list[lp.GenerationOutput]:
-    """Of lookahead decoding on all ranks."""
+    """What lookahead decoding gives on every rank of replicas of `tp` ranks."""
 
     def use(part: Any, context: ParallelContext) -> lp.GenerationOutput:
         step_times = kwargs.get("step_times")

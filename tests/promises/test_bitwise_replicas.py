@@ -135,7 +135,7 @@ def test_all_ranks_ask_again_where_one_must(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_sums_are_of_float32_and_rounded_once() -> None:
-    """Of 1, 2**-9 and 2**-9 a bfloat16 that was rounded after each addition would be 1."""
+    """A sum that is rounded after each addition loses small parts: 1 + 2**-8 + 2**-8 would be 1 in bfloat16."""
 
     class Three(Replica):
         def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -103,7 +103,7 @@ def follows(value: Any, schema: dict[str, Any], defs: dict[str, Any]) -> bool:
 
 @dataclass
 class Ranks:
-    """Decodes on each rank of a lockstep run."""
+    """What each rank of a lockstep run calls: decoding this prompt under a grammar."""
 
     model: Any
     ids: list[int]
@@ -169,7 +169,7 @@ class Toy(DraftSource):
 
 
 def drafts_of(compiler: Any, pattern: str, tree: DraftTree) -> GrammarDrafts:
-    """Behind a prompt of one token."""
+    """A draft source behind a prompt of one token, which proposes `tree` as the grammar of `pattern` cuts it."""
     return GrammarDrafts(Toy(tree), Cursor(compiler.regex(pattern).matcher([0])), prompt_tokens=1)
 
 

@@ -39,8 +39,8 @@ class Text:
     """A drawn text with a tree of nodes behind it, and what it asks for.
 
     Attributes:
-        processors: in their order.
-        tokens, parents: what its step computes: `behind` catch-up tokens, `c` and the tree.
+        processors: logits processors that its scores go through, in this order.
+        tokens, parents: nodes that its step computes: `behind` catch-up tokens, `c` and the tree.
     """
 
     def __init__(self, rng: random.Random) -> None:
@@ -64,7 +64,7 @@ class Text:
         return rules
 
     def expected(self, dtype: torch.dtype) -> torch.Tensor:
-        """Scores by transformers' processors."""
+        """Scores of every node by transformers' own processors: the oracle."""
         visible = ancestors(self.parents)
         branches: list[list[int] | None] = []
         for node, reachable in enumerate(self.reachable):
@@ -74,7 +74,7 @@ class Text:
         return BranchProcessors(self.processors, self.padding)(self.logits.to(dtype), branches, self.text)
 
     def counts(self, counted: TokenCounts) -> torch.Tensor:
-        """Counts at its nodes."""
+        """How often each token stands before each node, as penalties need it."""
         first = len(self.text) - 1 - self.behind
         add_uncounted(counted, self.text, first, 4)
         positions = torch.tensor([first + int(row.sum()) - 1 for row in ancestors(self.parents)])

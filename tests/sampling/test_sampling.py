@@ -78,7 +78,7 @@ def test_rejection_draws_nothing_for_what_no_walk_reaches() -> None:
 
 @pytest.mark.parametrize("verifier", [lp.Verifier.COUPLED, lp.Verifier.REJECTION])
 def test_draft_tokens_that_the_head_cannot_give(verifier: lp.Verifier) -> None:
-    """Of a model that embeds more tokens than its head has, such as an image's, rejection sampling gave IndexError."""
+    """A model may embed more tokens than its head has, such as an image's: rejection sampling gave IndexError."""
     model = tiny_model()
     embedding = model.get_input_embeddings().weight
     model.get_input_embeddings().weight = torch.nn.Parameter(torch.cat([embedding, embedding[:3]]))

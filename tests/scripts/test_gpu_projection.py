@@ -72,7 +72,7 @@ def test_the_law_is_a_line_over_the_logarithm() -> None:
 
 
 def test_host_time_is_the_slowest_ranks_least() -> None:
-    """Of two ranks and two runs, the mean over steps; what disturbed one run is no rank's."""
+    """Host time of a step is the slowest rank's in its least disturbed run: one run's hiccup must not count."""
 
     def output(*host_s: float) -> lp.GenerationOutput:
         return lp.GenerationOutput([1], "length", [StepStats(7, 0, 0, 9.0, 9.0, each) for each in host_s])

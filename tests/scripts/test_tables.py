@@ -217,7 +217,7 @@ def test_tables_of_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_tables_of_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of two methods and of two sizes, each resumed from its file."""
+    """Tables of methods and of the scaling law go on from their files, and take no results of other settings."""
     prompts = tmp_path / "tiny.jsonl"
     prompts.write_text(json.dumps({"task_id": "0", "prompt": "def f(a):\n    return"}) + "\n")
     args = ["methods", str(tmp_path / "methods.jsonl"), "--tasks", str(prompts), "--temperatures", "0"]

@@ -44,12 +44,12 @@ WAITING = {
 
 
 def on_gpu(model: PreTrainedModel, index: int = 0) -> Any:
-    """A copy of a model."""
+    """A copy of a model on a simulated GPU."""
     return copy.deepcopy(model).to(f"cuda:{index}")
 
 
 def prompts(seed: str) -> list[list[int]]:
-    """Of two lengths: what a graph baked in with the first is wrong in the second."""
+    """Two prompts of different lengths: what a graph baked in with the first is wrong in the second."""
     rng = random.Random(seed)
     return [drawn_text(rng, 9), drawn_text(rng, 30)]
 

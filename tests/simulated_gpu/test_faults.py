@@ -80,7 +80,7 @@ def test_an_item_in_a_captured_region(gpu: SimulatedCuda, monkeypatch: pytest.Mo
 
 
 def test_a_length_that_a_graph_bakes_in(gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same slots are written in every step, those of the step that was captured."""
+    """A cache that writes by a Python length: a replay then writes to the slots of the step that was captured."""
     update = PreallocatedLayer.update
 
     def by_length(self: Any, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

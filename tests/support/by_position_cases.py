@@ -87,7 +87,7 @@ class Step:
     v: torch.Tensor
 
     def path_to(self, node: int) -> list[int]:
-        """The nodes that this one sees."""
+        """The nodes that a node sees, from the root to itself: what plain decoding would have computed before it."""
         return [at for at, seen in enumerate(ancestors(self.parents)[node]) if seen]
 
     def end_of(self, path: list[int], count: int) -> Step:
@@ -102,7 +102,7 @@ class Step:
 
 
 def draw(case: Case, length: int, device: torch.device) -> Step:
-    """A step over a tree."""
+    """Draw a step over a tree, with random queries, keys and values."""
     seed = random.Random(repr((case, length))).randrange(2**31)
     parents, positions = drawn_tree(random.Random(seed), length, case.most_tokens)
     tokens, keys = len(parents), length + len(parents)
@@ -113,11 +113,11 @@ def draw(case: Case, length: int, device: torch.device) -> Step:
 
 
 class Kernel:
-    """The kernels over the steps of a case, wherever their keys lie.
+    """Runs the kernels over the steps of a case, whose keys lie in a cache of their own, in slots, or in a pool.
 
     Args:
-        case: its window.
-        device: of the steps.
+        case: gives the sliding window and the scale of the scores.
+        device: where the steps' tensors are, and the kernels run.
     """
 
     def __init__(self, case: Case, device: torch.device) -> None:
@@ -126,23 +126,23 @@ class Kernel:
         self.scale = case.dim**-0.5
 
     def view(self, step: Step, slots: torch.Tensor | None = None, num_slots: int = 0) -> StepView:
-        """What its tokens see."""
+        """What a step's tokens see and where their keys lie, as `KeyPlaces` are made of it."""
         view = view_of(step.parents, step.positions, num_slots or step.length, self.window)
         seen, positions = view.visible_TT.to(self.device), view.positions_T.to(self.device)
         return StepView(seen, positions, view.length, slots, self.window, step.q.dtype)
 
     def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, places: KeyPlaces, programs: int) -> torch.Tensor:
-        """The result (T, H, E)."""
+        """Launch the kernels with `programs` programs; the attention's result (T, H, E)."""
         from lp.attention.by_position_kernel import launch_by_position  # the environment says whether it is interpreted
 
         return launch_by_position(q, k, v, *places, self.scale, programs)[0]
 
     def by_itself(self, step: Step, programs: int = 3) -> torch.Tensor:
-        """As an uncaptured pass."""
+        """The result of a pass that is not captured, in a cache of its own."""
         return self.run(step.q, step.k, step.v, key_places(self.view(step)), programs)
 
     def in_slots(self, step: Step, capacity: int, padding: int) -> torch.Tensor:
-        """As a captured step, in a cache of more slots; padding has positions of its own."""
+        """The result of a captured step, in a cache of more slots; padding has positions of its own."""
         count = len(step.parents)
         parents, positions = [*step.parents, *[-1] * padding], [*step.positions, *[0] * padding]
         k, v = (_with_slots(part, 0, capacity, padding) for part in (step.k, step.v))
@@ -152,7 +152,7 @@ class Kernel:
         return self.run(q, k, v, key_places(view), 1)[:count]
 
     def in_pool(self, step: Step, others: list[Step], gap: int) -> torch.Tensor:
-        """As a captured step of several sequences, the first of them last in the pool, with empty ones between them."""
+        """The step's result beside others in a captured step; their caches lie in reverse order, with gaps between."""
         steps = [others[0], step, *others[1:]]
         first_slot, ks, vs, sequences, slots, first_slots, lengths = 0, [], [], [], [], [], []
         first_token = sum(len(each.parents) for each in steps)
@@ -186,7 +186,7 @@ def _with_slots(states: torch.Tensor, before: int, capacity: int, finite: int = 
 
 
 def worst_error(case: Case, device: torch.device) -> float:
-    """Against the oracle in float64, in units of TOLERANCE."""
+    """The largest difference from the oracle in float64, in units of TOLERANCE: above 1 is a fault."""
     kernel, errors = Kernel(case, device), []
     for length in case.lengths:
         step = draw(case, length, device)

@@ -12,10 +12,10 @@ LEAST_EXPECTED = 5  # of a cell of its own
 
 
 def p_value(counts: torch.Tensor, expected: torch.Tensor) -> float:
-    """Upper tail of the statistic with len(counts) - 1 degrees of freedom.
+    """The chance that true samples differ from what is expected by as much as these counts, or more.
 
     Args:
-        counts, expected: float64, of each cell.
+        counts, expected: float64 (cells,), samples that each cell has, and should have on average.
     """
     assert len(counts) > 1, "one cell can tell nothing: draw more"
     statistic = ((counts - expected) ** 2 / expected).sum()
@@ -24,12 +24,12 @@ def p_value(counts: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def p_of_texts(texts: Sequence[Sequence[int]], probabilities: torch.Tensor, vocabulary: int) -> float:
-    """p of sampled texts of one length; 0 if one came out that has no chance.
+    """p of the test that texts of one length have the model's distribution; 0 if one came out that has no chance.
 
     Args:
-        texts: sampled tokens.
-        probabilities: of all texts, as `joint` gives them.
-        vocabulary: V.
+        texts: tokens of every sampled text.
+        probabilities: float64 (V ** tokens,), the chance of every text there can be, by `joint`.
+        vocabulary: V, the number of tokens.
     """
     numbers = torch.zeros(len(texts), dtype=torch.int64)
     for column in torch.tensor(texts).unbind(1):

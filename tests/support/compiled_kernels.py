@@ -19,13 +19,14 @@ def compiled(
     capability: int,
     options: dict[str, int],
 ) -> Any:
-    """A Triton kernel, compiled for a GPU that need not be there; pointers and strides are aligned, as caches are.
+    """Compile a Triton kernel for a GPU that need not be there; pointers and strides are aligned, as caches are.
 
     Args:
         constants: values of its constant parameters.
-        types: of other parameters; pointers, whose names end in "_base", are to `dtype` otherwise, the rest int32.
-        capability: of the GPU, 90 for an H100.
-        options: such as num_warps.
+        types: Triton's types of parameters that differ from the default: `*dtype` for names in "_base", else int32.
+        dtype: Triton's name of the elements that pointers point to, such as "bf16".
+        capability: compute capability of the GPU; 90 is an H100.
+        options: how it is launched, such as num_warps.
     """
     import triton  # here: not every machine that runs tests has it
     from triton.backends.compiler import GPUTarget

@@ -46,27 +46,29 @@ class Case:
     """A model, a prompt and what is asked for; the defaults are the simplest there is.
 
     Attributes:
-        arch, model_seed, sharpness, recency, overrides: of `tiny_model`.
-        backend: the attention.
+        arch, model_seed, sharpness, recency, overrides: which model it is; arguments of `tiny_model`.
+        backend: name of the attention backend.
         method: "lookahead" or one of PEERS, with their default settings.
         config: fields of LookaheadConfig.
-        ids, new: the prompt, and the most tokens to add.
-        ranks: threads in lockstep.
-        tp: of these, ranks that hold a model between them.
+        ids: token ids of the prompt.
+        new: most tokens to add.
+        ranks: number of ranks, which are threads in lockstep.
+        tp: number of ranks that hold one replica between them; divides `ranks`.
         sampling: fields of SamplingParams.
-        processors: names of PROCESSORS.
-        eos, stop_strings: as `generate` takes them.
-        criterion: end where the sum of all ids is a multiple of it; 0 for never.
-        prefill_chunk: rows.
-        calls: of the same decoder, one after the other.
-        turns: of a chat; a later prompt is the text so far and some more, and comes to the same decoder or engine.
-        step_times: seed of the step times of an adaptive budget.
-        captured: steps have a few fixed shapes.
-        logits: those of every token are compared too, which shows what changes no token; on one rank.
-        company: other texts, drawn, that share steps with this one in an engine; then steps are not captured.
+        processors: names of PROCESSORS that the scores go through, in this order.
+        eos: ids that end the text.
+        stop_strings: strings that end the text.
+        criterion: the text ends where the sum of all ids is a multiple of this number; 0 for never.
+        prefill_chunk: most prompt tokens in one pass.
+        calls: how many times the same decoder generates the text.
+        turns: calls of a chat; a later prompt is the text so far and some more, for the same decoder or engine.
+        step_times: seed of the step times by which an adaptive budget decides.
+        captured: steps are padded to a few fixed shapes and run from static buffers, as a graph runs them.
+        logits: logits of every token are compared too, which shows faults that change no token; one rank alone.
+        company: number of other drawn texts that share steps with this one in an engine; then steps are not captured.
         grammar: seed of a `ToyGrammar` that the text follows; 0 for none.
         prediction: the text itself is predicted, with this percentage of its tokens changed; -1 for nothing.
-        sequence: which noise depends on.
+        sequence: number of the sequence, which sampling noise depends on.
         gpu: the decoder runs on simulated GPUs, one a rank, and "off" or "auto" captures; "" for none.
         server: the text is asked of a server over HTTP, and so many others at the same time; -1 for none.
         bitwise: dtype of the weights in the mode `exact="bitwise"`, where logits are those of `PlainDecoder` in it
@@ -113,11 +115,14 @@ class Case:
         archs: Sequence[str] | None = None,
         wanted: Collection[str] = (),
     ) -> Case:
-        """What a seed stands for; a long case has few new tokens behind about as many or twice as many as SHORT.
+        """Draw the case of a seed; a long one has few new tokens behind a prompt about as long as SHORT, or twice that.
 
         Args:
-            archs: to draw from; None: any that is supported.
-            wanted: of FEATURES, that it is to have, as far as they go together.
+            seed: the same seed draws the same case.
+            ranks: number of ranks.
+            long: whether the prompt is long.
+            archs: architectures to draw from; None: any that is supported.
+            wanted: names of FEATURES that the case is to have, where they go together.
         """
         rng = random.Random(seed)
         if archs is None:
@@ -188,12 +193,12 @@ class Case:
         return _bitwise(drawn)
 
     def json(self) -> str:
-        """What differs from the defaults."""
+        """The case as JSON, which `scripts/fuzz.py --case` runs again; fields that have their default are left out."""
         return json.dumps({key: value for key, value in asdict(self).items() if value != asdict(Case())[key]})
 
 
 def _fitting(case: Case, rng: random.Random) -> Case:
-    """Without what does not go together with the rest."""
+    """The case without settings that do not go together with its others."""
     if case.gpu and (case.server >= 0 or case.ranks > 4):
         case = replace(case, gpu="")
     if case.server >= 0 and case.ranks > 1:
@@ -215,7 +220,7 @@ def _fitting(case: Case, rng: random.Random) -> Case:
 
 
 def _bitwise(case: Case) -> Case:
-    """With what the mode can be had with, if it can be had with the architecture at all."""
+    """The case with settings that `exact="bitwise"` takes; without the mode where the architecture is refused by it."""
     if not case.bitwise or not takes_bitwise(case.arch):
         return replace(case, bitwise="")
     return replace(case, backend="auto", captured=False, gpu="", tp=1, logits=case.ranks == 1 and case.server < 0)
@@ -281,7 +286,7 @@ def _drawn_sizes(rng: random.Random, arch: str) -> dict[str, Any]:
 
 
 def _drawn_tp(rng: random.Random, arch: str, ranks: int, overrides: dict[str, Any], wanted: bool) -> int:
-    """Ranks that hold a model between them: 1 where there is no plan of how."""
+    """How many ranks hold a replica between them: 1 where transformers has no plan to divide the architecture."""
     config = tiny_config(arch, **overrides)
     plan = getattr(config, "base_model_tp_plan", None)
     if not plan or not {*plan.values()} <= STYLES.keys() or not getattr(config, "num_attention_heads", 0):
@@ -377,7 +382,7 @@ NEVER = [
 
 
 def features(case: Case) -> list[str]:
-    """Those of FEATURES that a case has."""
+    """Names of the FEATURES that a case has, for the count of pairs that cases have met."""
     return [name for name, has in FEATURES.items() if has(case)]
 
 
@@ -387,7 +392,7 @@ ALONE = {"logits", "server"}  # and these one
 
 @cache
 def pairs(ranks: Literal["one", "several", "any"] = "any") -> list[tuple[str, str]]:
-    """Two features that may go together, on so many ranks."""
+    """All pairs of features that may go together on so many ranks: those that a run of the fuzzer is to meet."""
     out = {"one": SEVERAL, "several": ALONE, "any": set[str]()}[ranks]
 
     def never(one: str, other: str) -> bool:
@@ -407,8 +412,8 @@ def drawn(
     Every other case is given two features, each pair in turn.
 
     Args:
-        archs: to draw from, in cases that are not long; None: any that is supported.
-        wanted: of FEATURES, that every case is to have, as far as they go together.
+        archs: architectures to draw from, in cases that are not long; None: any that is supported.
+        wanted: names of FEATURES that every case is to have, where they go together.
     """
     before = int(number * share)
     several = int((number + 1) * share) > before

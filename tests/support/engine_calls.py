@@ -30,12 +30,12 @@ class Call:
         self.cancelled_at = rng.randint(0, 10) if rng.random() < 0.15 else None
 
     def alone(self, decoder: lp.Decoder) -> lp.GenerationOutput:
-        """What it is to have."""
+        """The text by plain decoding, without others: what the engine must give."""
         return decoder.generate(self.ids, self.new, self.sampling, **self.options)
 
 
 def run_calls(engine: Engine, calls: list[Call]) -> list[Handle]:
-    """Steps of an engine until all have ended; the pool is checked at every one."""
+    """Submit each call at its step, and step the engine until all have ended; its pool is checked at every step."""
     handles: dict[int, Handle] = {}
     for step in itertools.count():
         for index, call in enumerate(calls):
@@ -51,7 +51,7 @@ def run_calls(engine: Engine, calls: list[Call]) -> list[Handle]:
 
 
 def check_call(handle: Handle, call: Call, expected: lp.GenerationOutput) -> None:
-    """That a text has the tokens that it has alone, as far as it came."""
+    """Assert that a text has the tokens that it has alone; a cancelled one, the first of them."""
     output = handle.result()
     if output.finish_reason == "cancelled":
         assert call.cancelled_at is not None

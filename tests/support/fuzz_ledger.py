@@ -15,13 +15,13 @@ COUNTS = ("cases", "several ranks", "sampled", "failures")
 
 
 class Ledger:
-    """The file.
+    """The file of cases that have run, from which a later run learns what is left.
 
     Args:
-        path: of the file, which is made; None: nothing is kept.
+        path: JSONL file, made where it is missing; None: results are kept in memory alone.
 
     Attributes:
-        lines: that it has. One that was cut off is dropped, and what is added begins a line of its own.
+        lines: objects of the file so far. A line that was cut off is dropped, and what is added begins a new line.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -55,7 +55,7 @@ class Ledger:
             first = end
 
     def add(self, line: dict[str, Any]) -> None:
-        """Write a line."""
+        """Append a line to the file and to `lines`."""
         self.lines.append(line)
         if self._path:
             with self._path.open("a", encoding="utf-8") as file:
@@ -68,7 +68,7 @@ def _settings(line: dict[str, Any]) -> list[Any]:
 
 
 def met_pairs(lines: Sequence[dict[str, Any]]) -> Counter[tuple[str, str]]:
-    """How many cases had both of two features."""
+    """How many cases had both features, by pair: which combinations a run has tested, and which not yet."""
     met = Counter[tuple[str, str]]()
     for line in lines:
         bits = line.get("features", {})

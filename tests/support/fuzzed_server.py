@@ -23,14 +23,14 @@ def served_tokens(
     model: PreTrainedModel,
     decoder: Callable[[ParallelContext], lp.LookaheadDecoder],
 ) -> list[tuple[list[int], list[int]]]:
-    """What requests of one server gave, and what they were to give.
+    """Ask one server for every turn of a case; each request's tokens, beside those that it was to give.
 
-    Those of a turn come at once: beside the text itself, others ask for its beginning, and half of them leave early.
+    Requests of a turn come at once: one asks for the whole text, others for its beginning, and half of those leave.
 
     Args:
-        turns: what to ask for, and the tokens of the text.
-        model: that is served.
-        decoder: makes one.
+        turns: the case of each turn, and the tokens that its text has by plain decoding.
+        model: the model that the server has.
+        decoder: makes the server's decoder, given the context of its rank.
     """
     case, _ = turns[0]
     rng = random.Random(f"server-{case.step_times}")
@@ -51,7 +51,7 @@ def served_tokens(
 
 
 def _asked(url: str, case: Case, new: int, leaves: bool) -> list[int]:
-    """The tokens of a request; of one that leaves, those of the first chunk."""
+    """Send one request; its tokens, or those of the first chunk where the client leaves early."""
     sampling: dict[str, Any] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | (case.sampling or {})
     if "repetition_penalty" in sampling:
         sampling["repeat_penalty"] = sampling.pop("repetition_penalty")

@@ -34,12 +34,12 @@ Outputs = list[tuple[lp.GenerationOutput, list[int]]]  # of every call, and what
 
 @dataclass
 class Turn:
-    """A call of a case, and what it is to give.
+    """A call of a case, and the text that it is to give.
 
     Attributes:
-        case: with the prompt of this turn.
-        plain: tokens of transformers' own `generate`; in the mode `exact="bitwise"` those of the oracle.
-        oracle: of plain decoding.
+        case: the case with the prompt of this turn.
+        plain: tokens that transformers' own `generate` gives; in the mode `exact="bitwise"` the oracle's tokens.
+        oracle: what lp's plain decoding gives: the finish reason, and the logits where they are compared.
     """
 
     case: Case
@@ -54,7 +54,7 @@ def past_failures() -> list[Case]:
 
 
 def run(case: Case) -> str | None:
-    """What is wrong with a case, None if nothing is."""
+    """Run a case; what is wrong with it in words, None if nothing is."""
     try:
         return _compare(case)
     except lp.Interrupted as error:  # no Exception
@@ -66,7 +66,7 @@ def run(case: Case) -> str | None:
 
 
 def _model(case: Case) -> PreTrainedModel:
-    """Its logits come in float32, as `generate` rounds them before processors, which may cut near-ties either way."""
+    """The case's model; its logits are rounded to float32, as `generate` does before processors, or ties would part."""
     dtype = getattr(torch, case.bitwise or "float64")
     sizes: dict[str, Any] = {"sharpness": case.sharpness, "recency": case.recency, **case.overrides}
     model = tiny_model(case.arch, case.model_seed, dtype, **sizes)
@@ -98,7 +98,7 @@ def _asked(case: Case) -> dict[str, Any]:
 
 
 def _plain(model: PreTrainedModel, case: Case) -> list[int]:
-    """transformers' own tokens, of a model that has seen no other text."""
+    """The tokens of transformers' own `generate`, by a copy of the model that has seen no other text."""
     model = copy.deepcopy(model)
     processors = [PROCESSORS[name](case, "cpu") for name in case.processors]
     if case.grammar:
@@ -123,7 +123,7 @@ def _call(case: Case, device: str, prediction: Sequence[int] = ()) -> dict[str, 
 
 
 def _predicted(case: Case, plain: Sequence[int]) -> list[int]:
-    """The text with some of its tokens changed."""
+    """The prediction that the case gives: its text with some tokens changed; empty for none."""
     if case.prediction < 0:
         return []
     rng = random.Random(f"prediction-{case.step_times}")
@@ -131,7 +131,7 @@ def _predicted(case: Case, plain: Sequence[int]) -> list[int]:
 
 
 def _turns(case: Case, model: PreTrainedModel) -> list[Turn]:
-    """The calls of a chat, each behind what there is to be before it."""
+    """The calls of a chat: the prompt of each is the text that the calls before it are to give, and some more."""
     turns: list[Turn] = []
     rng = random.Random(f"turns-{case.step_times}")
     own = copy.deepcopy(model)
@@ -149,13 +149,13 @@ def _turns(case: Case, model: PreTrainedModel) -> list[Turn]:
 
 @dataclass
 class Rank:
-    """What a rank of a case does.
+    """One rank of a case, which makes all its calls, with a decoder or with an engine.
 
     Attributes:
-        case: that.
-        model: the rank's own, on its device.
-        turns: the calls.
-        gpus: devices are simulated ones.
+        case: the case that all ranks run.
+        model: the rank's own copy of the model, on its device.
+        turns: the calls, in order, with what each is to give.
+        gpus: whether devices are simulated GPUs.
     """
 
     case: Case
@@ -165,12 +165,12 @@ class Rank:
     engine: lp.Engine | None = field(default=None, init=False)
 
     def run(self, context: ParallelContext) -> Outputs:
-        """Every call."""
+        """Make every call, one after the other, on the rank of this context; what each gave."""
         decoder = self.decoder(context)
         return [self._generate(decoder, turn) for turn in self.turns for _ in range(self.case.calls)]
 
     def decoder(self, context: ParallelContext) -> lp.LookaheadDecoder:
-        """As the case wants it."""
+        """The decoder of the method and settings that the case asks for."""
         case, model = self.case, self.model
         if case.tp > 1:
             model = divide(model, context.replica)
@@ -247,11 +247,14 @@ def _by_rank(case: Case, model: PreTrainedModel, turns: list[Turn]) -> list[Outp
 def _fault(
     who: str, rank: int, turn: Turn, result: tuple[lp.GenerationOutput, list[int]], accepted: list[int]
 ) -> str | None:
-    """What is wrong with a call.
+    """What is wrong with what one rank gave for a call, in words; None if nothing is.
 
     Args:
-        who: of which rank, and which call.
-        accepted: tokens of every step of rank 0.
+        who: names rank and call in the message.
+        rank: number of the rank; rank 0 streams too.
+        turn: the call, with what it is to give.
+        result: what the rank gave, and what it streamed.
+        accepted: number of tokens that each of rank 0's steps accepted, which every rank must have alike.
     """
     output, streamed = result
     if output.tokens != turn.plain:

@@ -45,10 +45,10 @@ ENDS = b'"]},0 '  # drawn more often, or few texts would end
 
 
 class Texts:
-    """The texts of a grammar, whose tokens are bytes.
+    """Tells which texts a grammar has, and draws some; tokens are bytes.
 
     Args:
-        lark: the grammar.
+        lark: the grammar, in llguidance's dialect of Lark.
     """
 
     def __init__(self, lark: Lark | str) -> None:
@@ -56,7 +56,7 @@ class Texts:
         self._grammar = LLGrammar(byte_tokenizer(), EOS + 1, lark, lark.text)
 
     def matcher(self) -> Matcher:
-        """At the beginning of a text."""
+        """A matcher at the beginning of a text."""
         return self._grammar.matcher([EOS])
 
     def has(self, text: str) -> bool:

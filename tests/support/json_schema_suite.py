@@ -30,13 +30,13 @@ REMARKS = "format.json"  # takes what violates a format, which optional/format r
 
 @dataclass
 class Judged:
-    """One test of the suite.
+    """One test of the suite, and what the compiler under test made of it.
 
     Attributes:
-        file: within the draft's folder.
-        name: of the case and of the test.
+        file: the test's file, within the draft's folder.
+        name: names of the case and of the test in it.
         verdict: "right", "not taken" (the schema), "wrong: taken" or "wrong: refused" (the instance).
-        why: the schema is not taken.
+        why: the error's text where the schema is not taken.
     """
 
     file: str
@@ -46,10 +46,10 @@ class Judged:
 
 
 class OwnTexts:
-    """The texts of a schema by llguidance's own compiler.
+    """Tells which texts a schema has by llguidance's own compiler, to be compared with ours.
 
     Args:
-        schema: as JSON.
+        schema: JSON text of the schema.
 
     Raises:
         UserError: it does not take the schema.
@@ -72,12 +72,12 @@ class OwnTexts:
 
 
 def our_texts(schema: str) -> Texts:
-    """The texts of a schema by our compiler."""
+    """Tells which texts a schema has by our compiler."""
     return Texts(schema_to_lark(schema))
 
 
 def judged(folder: Path, texts_of: Callable[[str], Texts | OwnTexts] = our_texts) -> Iterator[Judged]:
-    """Every test, its instance as json.dumps writes it."""
+    """Judge every test of a folder, with its instance written by json.dumps."""
     root = folder / DRAFT
     for path in sorted(root.rglob("*.json")):
         file = str(path.relative_to(root))

@@ -32,7 +32,7 @@ def window_of(w: int, n: int) -> LookaheadWindow:
 
 
 def layout_of(w: int, n: int, paths: Iterable[Sequence[int]], limit: int = FAR, position: int = 9) -> StepLayout:
-    """On one rank: the columns of that window which the limit leaves, and these draft paths behind `c`."""
+    """A step on one rank: the columns of `window_of` that the limit leaves, and these draft paths behind `c`."""
     builder = DraftTreeBuilder(FAR)
     for path in paths:
         builder.add_path(path)
@@ -41,7 +41,7 @@ def layout_of(w: int, n: int, paths: Iterable[Sequence[int]], limit: int = FAR, 
 
 
 def visible_of(layout: StepLayout) -> np.ndarray:
-    """What each of its step tokens sees of the step."""
+    """The mask of a step, bool (T, T): which step tokens each of them sees, itself included."""
     return ancestors(layout.step_parents)
 
 
@@ -61,7 +61,7 @@ def path_to(layout: StepLayout, node: int) -> list[int]:
 
 
 def paths_of(tokens: Sequence[int], parents: Sequence[int]) -> list[Path]:
-    """Of every node of a tree whose root has the parent -1 and is none of its nodes, its path."""
+    """The path of every node, which names it in a test: the tokens behind the root up to it; -1 is the root."""
     paths: list[Path] = []
     for token, parent in zip(tokens, parents, strict=True):
         paths.append((*(paths[parent] if parent >= 0 else ()), token))
@@ -69,7 +69,7 @@ def paths_of(tokens: Sequence[int], parents: Sequence[int]) -> list[Path]:
 
 
 def tree_paths(tree: DraftTree) -> list[Path]:
-    """The same of a draft tree."""
+    """The path of every node of a draft tree, to compare trees whose nodes are numbered differently."""
     return paths_of(tree.tokens, tree.parents)
 
 
@@ -97,7 +97,7 @@ def trees_of(layouts: Sequence[StepLayout], sampled: Sequence[Mapping[int, int]]
 
 
 def walk_alone(layout: StepLayout, sampled: Mapping[int, int], most: int = FAR, merge: bool = True) -> Outcome:
-    """The walk of one rank alone."""
+    """The walk through one rank's tree, as if there were no other ranks, to compare with the walk of the union."""
     union = UnionTree(1, layout.num_nodes)
     union.merge(trees_of([layout], [sampled], layout.num_nodes), WindowSlices([layout.columns]), merge)
     return union.walk(0, most)
@@ -139,7 +139,7 @@ def column_0(k: int) -> list[int]:
 
 
 def chains(count: int, depth: int) -> list[list[int]]:
-    """Paths that share nothing."""
+    """A draft tree of `count` paths of `depth` tokens that share no token."""
     return [[FIRST + 10 * i + k for k in range(depth)] for i in range(count)]
 
 
@@ -209,7 +209,7 @@ def drawn_ranks(rng: random.Random, ranks: int, kinds: int = 3) -> tuple[list[St
 
 
 def _drawn_part(rng: random.Random, tree: DraftTree, room: int) -> DraftTree:
-    """Some nodes of a tree, with their ancestors."""
+    """Draw some nodes of a tree with their ancestors, at most `room`: the part that a rank drafts."""
     kept: set[int] = set()
     for node in rng.sample(range(len(tree)), len(tree)):
         path = {node}

@@ -24,8 +24,8 @@ class _Ledger:
     """Leaves out what is done, and writes down what passes or is skipped.
 
     Args:
-        path: of the file.
-        done: what was in it when the run began; None: this process reads it, and is the one that writes.
+        path: the ledger's file, a line for each test that passed or was skipped.
+        done: tests of the file when the run began; None: this process reads the file, and is the one that writes it.
     """
 
     def __init__(self, path: Path, done: list[str] | None) -> None:
@@ -37,7 +37,7 @@ class _Ledger:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
-        """To a worker of pytest-xdist: every one must leave out the same tests."""
+        """Tell a worker of pytest-xdist what is done: every worker must leave out the same tests."""
         node.workerinput["done"] = self.done
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:

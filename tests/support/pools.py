@@ -31,7 +31,7 @@ TEXT_ONLY: dict[str, Any] = {"window_ngrams": False, "position_guesses": False, 
 
 
 def empty_tables(config: LookaheadConfig, weights: np.ndarray | None = None) -> Tables:
-    """Empty, with these weights, or none that favours anything: the shipped ones change whenever they are learned."""
+    """A pool's empty tables, with these weights or even ones: the shipped ones change whenever they are learned."""
     zeros = np.zeros(FEATURES)
     return new_tables(config.ablation.num_logits, config.pool_mib, zeros if weights is None else weights, zeros + 1)
 
@@ -39,13 +39,13 @@ def empty_tables(config: LookaheadConfig, weights: np.ndarray | None = None) -> 
 def pool_of(
     prompt: Sequence[int], noise: tuple[int, int] | None = None, tables: Tables | None = None, **config: Any
 ) -> NGramPool:
-    """A pool of the smallest size with these switches."""
+    """A pool of the smallest size, with these switches of the config, for a prompt."""
     made = lookahead_config(**{"pool_mib": 1} | config)
     return NGramPool(made, prompt, noise, tables or empty_tables(made))
 
 
 def logits_of(rows: Iterable[Iterable[tuple[int, float]]]) -> TopLogits:
-    """Of the (token, logit) pairs of every node."""
+    """Top-k logits whose nodes have these (token, logit) pairs, as a message would carry them."""
     pairs = [list(row) for row in rows]
     shape = len(pairs), len(pairs[0]) if pairs else 0
     tokens = np.array([token for row in pairs for token, _ in row], np.int32)
@@ -65,7 +65,7 @@ def reads_of(
 
 
 def share_of(pool: NGramPool, text: Sequence[int], step: ShareInput) -> Share:
-    """A rank's share, of lists, which can be compared."""
+    """A rank's share of the drafts, as lists, which can be compared with ==."""
     share = pool.propose_share(text, step)
     draft = share.draft
     lists = (np.asarray(field).tolist() for field in (draft.tokens, draft.parents, draft.accept_probs))
@@ -100,7 +100,7 @@ def drawn_step_times(rng: random.Random) -> StepTimes:
 
 
 def graded_weights() -> np.ndarray:
-    """Longer contexts of the text weigh more; all else is as good as nothing."""
+    """Weights by which longer contexts of the text count more, and all else next to nothing: votes are foreseeable."""
     weights, each = np.zeros(FEATURES), (WINDOW_0 - TEXT_0) // len(ORDERS)
     for index in range(len(ORDERS)):
         weights[TEXT_0 + index * each : TEXT_0 + (index + 1) * each] = 2 * index + 2
@@ -109,20 +109,20 @@ def graded_weights() -> np.ndarray:
 
 @dataclass
 class Ballot:
-    """What was voted for behind a text."""
+    """What the pool's features voted for behind a text, to check chances by hand."""
 
     tokens: list[int]
     votes: list[tuple[int, int]]  # (token's index, feature); one index more is "none of them"
     accept_probs: list[float]  # of the tokens, then of none
 
     def sources(self) -> set[str]:
-        """Names of those who voted."""
+        """Names of the groups of features that voted, such as "text" and "window"."""
         starts = {"text": TEXT_0, "window": WINDOW_0, "guess": GUESS_0, "logits": LOGITS_0}
         voters = [feature for _, feature in self.votes if feature < NONE_0]
         return {max(starts, key=lambda name: starts[name] * (starts[name] <= voter)) for voter in voters}
 
     def log_chance(self, weights: np.ndarray, truth: int) -> float:
-        """Of a token, "none" where nobody voted for it: from the votes and nothing else."""
+        """Logarithm of a token's chance by the votes alone, written out; where nobody voted for it, that of "none"."""
         scores = [0.0] * (len(self.tokens) + 1)
         for index, feature in self.votes:
             scores[index] += weights[feature]
@@ -131,7 +131,7 @@ class Ballot:
 
 
 def ballot(pool: NGramPool, text: Sequence[int]) -> Ballot:
-    """The votes for what follows the text."""
+    """Collect the pool's votes for what follows the text."""
     predictor, known = pool._predictor, min(len(text), MAX_CONTEXT)
     for back in range(known):
         predictor.context.tokens[back] = text[-1 - back]
@@ -156,7 +156,7 @@ def drawn_pool(rng: random.Random, **config: Any) -> tuple[NGramPool, list[int]]
 
 
 def drawn_run(seed: int, steps: int, pools: int = 1) -> Iterator[tuple[list[DraftTree], list[Tables]]]:
-    """Pools alike through drawn steps: after each, what every one of them proposes and remembers."""
+    """Take pools that begin alike through drawn steps; yields what each proposes and its tables, before every step."""
     rng = random.Random(seed)
     text = [rng.randrange(99) for _ in range(30)]
     alike = [pool_of(text, noise=(seed, 1), guess_set_size=8) for _ in range(pools)]
@@ -171,12 +171,12 @@ def drawn_run(seed: int, steps: int, pools: int = 1) -> Iterator[tuple[list[Draf
 
 
 def proposal_digest(previous: int, tree: DraftTree) -> int:
-    """Of its nodes and of every bit of their chances."""
+    """A digest that differs where a proposal's nodes or any bit of their chances do; chains to the one before."""
     return chain_digest(previous, tree.tokens, tree.parents, np.array(tree.accept_probs, np.float64).view(np.int64))
 
 
 def run_digests(seed: int, steps: int) -> list[int]:
-    """Of all proposals of a drawn run and what their nodes see, and of the tables behind it."""
+    """Two digests of a drawn run, equal on every rank: its proposals with their masks; its tables every 50 steps."""
     digest, remembered = 0, 0
     for step, ((tree,), (tables,)) in enumerate(drawn_run(seed, steps), 1):
         visible = ancestors([-1, *(parent + 1 for parent in tree.parents)])

@@ -23,13 +23,13 @@ STEP_TIMES = StepTimes((1, 64), (1e-3, 1.63e-3), 1e-3)
 
 @dataclass
 class Running:
-    """A server that runs.
+    """A server that runs in this process, and its clients.
 
     Args:
-        url: of its root.
-        served: what its endpoints share.
-        decoder: of the same model and settings, for what to expect.
-        api_key: that it wants.
+        url: address of its root, such as "http://127.0.0.1:1234".
+        served: state that its endpoints share: tokenizer, engine, limits.
+        decoder: a decoder of the same model and settings, which tells what to expect.
+        api_key: key that clients must send.
     """
 
     url: str
@@ -39,7 +39,7 @@ class Running:
     clients: list[Any] = field(default_factory=list)
 
     def openai(self) -> Any:
-        """The official client, which tries nothing twice."""
+        """OpenAI's official client of the server; it tries no request twice, so that failures show."""
         import openai
 
         client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.api_key, max_retries=0, timeout=60)
@@ -47,7 +47,7 @@ class Running:
         return client
 
     def http(self) -> Any:
-        """A plain client."""
+        """A plain HTTP client of the server, for bodies that the official client cannot send."""
         import httpx
 
         client = httpx.Client(base_url=self.url, timeout=60)

@@ -246,14 +246,14 @@ def tiny_model(
     """A random causal LM on the CPU, in eval mode, without EOS.
 
     Args:
-        arch: one of MATRIX.
-        seed: of the weights.
-        dtype: float64 leaves no near-ties.
+        arch: name of the architecture, one of MATRIX.
+        seed: seed that the weights are drawn with.
+        dtype: type of the weights; float64 leaves no near-ties.
         sharpness: factor on the matrices; random weights as they come give one token for ever.
-        attention: transformers' name of it; None takes the model's own.
-        recency: of all queries and keys, where they have a bias: rotated, it makes rows look at those right before
+        attention: transformers' name of the attention implementation; None takes the model's own.
+        recency: bias of all queries and keys, where they have one: rotated, it makes rows look at those right before
             them. Without it each of a thousand rows counts for a thousandth, and so does a fault in one of them.
-        overrides: config fields.
+        overrides: fields of the config that differ from the tiny ones.
 
     A test that asks for recurrent layers is skipped with a release of transformers that can't run them.
     """

@@ -76,7 +76,7 @@ STEPS = [  # of drawn sequences, behind a step that knows bytes
 
 
 def drawn_decoder(generator: random.Random) -> decoders.Decoder:
-    """A sequence of steps, as those of causal language models are."""
+    """Draw a decoder: a sequence of steps of the kinds that causal language models have."""
     of_bytes: list[list[decoders.Decoder]] = [[], [decoders.ByteLevel()], [decoders.ByteFallback()]]
     first = generator.choice(of_bytes)
     first += [decoders.Replace("\u2581", " ")] * generator.randint(0, 1)
@@ -86,7 +86,7 @@ def drawn_decoder(generator: random.Random) -> decoders.Decoder:
 
 
 def drawn_tokens(tokenizer: PreTrainedTokenizerFast, generator: random.Random) -> list[int]:
-    """Characters in bytes of both spellings, words, special tokens, and bytes of nothing."""
+    """Draw token ids: characters in bytes of both spellings, words, special tokens, and bytes of no character."""
     names = list(BYTE_OF)
     tokens: list[str] = []
     for _ in range(generator.randint(1, 12)):
@@ -108,7 +108,7 @@ def drawn_tokens(tokenizer: PreTrainedTokenizerFast, generator: random.Random) -
 
 
 def tokenizer_with(decoder: decoders.Decoder | None) -> PreTrainedTokenizerFast:
-    """Of all words above, the bytes in both spellings, special tokens and added ones."""
+    """A tokenizer with this decoder; tokens are all words above, bytes in both spellings, special and added ones."""
     pieces = [*BYTES, *BYTE_OF, *WORDS]
     made = tk.Tokenizer(tk.models.WordLevel({piece: index for index, piece in enumerate(dict.fromkeys(pieces))}, "a"))
     if decoder is not None:
@@ -119,7 +119,7 @@ def tokenizer_with(decoder: decoders.Decoder | None) -> PreTrainedTokenizerFast:
 
 
 def llama_2() -> PreTrainedTokenizerFast:
-    """As Llama 2, CodeLlama and Mistral 7B have it: a space before a text, bytes for what has no token, BOS."""
+    """A tokenizer like that of Llama 2 and Mistral 7B: a space before a text, bytes for what has no token, BOS."""
     merges = [("t", "h"), ("th", "e"), ("\u2581", "the"), ("h", "i"), ("\u2581", "hi")]
     words = ["<unk>", "<s>", "</s>", *BYTES, "\u2581", *map(chr, range(33, 127)), *map("".join, merges)]
     vocabulary = {word: index for index, word in enumerate(words)}
@@ -143,7 +143,7 @@ def gpt_2() -> PreTrainedTokenizerFast:
 
 
 def model_with(tokenizer: PreTrainedTokenizerFast) -> tf.PreTrainedModel:
-    """Random, with a row for every token."""
+    """A random model that has a row for every token of the tokenizer."""
     torch.manual_seed(0)
     config = tf.LlamaConfig(
         vocab_size=len(tokenizer),

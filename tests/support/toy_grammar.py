@@ -13,11 +13,11 @@ MOST_FORCED = 8
 
 
 class ToyGrammar:
-    """Of a seed; behind every text there is at least one token that may follow.
+    """A grammar drawn from a seed; behind every text there is at least one token that may follow.
 
     Args:
-        seed: of the rules.
-        vocabulary: V.
+        seed: the same seed gives the same rules.
+        vocabulary: V, the number of tokens.
     """
 
     def __init__(self, seed: int, vocabulary: int) -> None:
@@ -32,12 +32,12 @@ class ToyGrammar:
         return frozenset(some or {rng.randrange(self._vocabulary)})
 
     def matcher(self, eos: Sequence[int]) -> ToyMatcher:
-        """At the beginning of a text that one of these tokens ends."""
+        """A matcher at the beginning of a text, which one of these tokens ends."""
         return ToyMatcher(self, eos)
 
 
 class ToyMatcher:
-    """A place in a text of a `ToyGrammar`."""
+    """A place in a text of a `ToyGrammar`, with the methods that lp asks of a grammar's matcher."""
 
     def __init__(self, grammar: ToyGrammar, eos: Sequence[int]) -> None:
         self._grammar = grammar
@@ -79,11 +79,11 @@ class ToyMatcher:
 
 
 class ToyMask(LogitsProcessor):
-    """The same as a processor of transformers, from the whole text each time.
+    """The grammar as a processor for transformers' `generate`, the oracle: it reads the whole text at each token.
 
     Args:
-        grammar: of the text.
-        prompt_tokens: behind which it begins.
+        grammar: the grammar that the text follows.
+        prompt_tokens: number of the prompt's tokens, which the grammar says nothing of.
     """
 
     def __init__(self, grammar: ToyGrammar, prompt_tokens: int) -> None:

@@ -73,7 +73,7 @@ class Drawn:
 
 
 def draw(case: Case, device: torch.device) -> Drawn:
-    """A step over a tree; keys and values are views, of unlike strides, and NaN behind the step's."""
+    """Draw a step over a tree; keys and values are views, of unlike strides, and NaN behind the step's."""
     rng = random.Random(repr(case))
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
 
@@ -127,7 +127,7 @@ def draw_sequences(case: Case, device: torch.device) -> tuple[Drawn, torch.Tenso
 
 
 def worst_error(case: Case, device: torch.device) -> float:
-    """Of both kinds of mask, with the length as data and as a shape; in units of TOLERANCE."""
+    """The kernel's largest error with either kind of mask, and the length as data or as a shape; in TOLERANCE."""
     from lp.attention.tree_kernel import launch_tree_attention  # here: the environment says whether it is interpreted
 
     step, sequences = draw_sequences(case, device) if case.sequences else (draw(case, device), None)

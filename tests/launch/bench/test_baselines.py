@@ -50,7 +50,7 @@ def test_tokens_are_plain_ones(arch: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_sampled_tokens_are_plain_ones(kind: str) -> None:
-    """The same noise: what differs between methods must be their speed alone."""
+    """Sampling by another noise than plain decoding's would compare texts, where speed alone is to differ."""
     model, sampling = tiny_model(), lp.SamplingParams(temperature=0.9, top_p=0.9, repetition_penalty=1.2, seed=5)
     expected = lp.AutoregressiveDecoder(model).generate(IDS, 20, sampling).tokens
     output = _decoder(model, kind).generate(IDS, 20, sampling)

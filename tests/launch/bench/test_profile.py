@@ -228,7 +228,7 @@ def test_a_replay_of_other_nodes_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("catch_up", [0, 3])
 @pytest.mark.parametrize("ranks", [1, 3, 8])
 def test_the_largest_step_is_a_whole_budget(ranks: int, catch_up: int) -> None:
-    """Of fewer tokens, or without the rank's columns, another step would be timed."""
+    """A step with fewer tokens, or without the rank's columns, would be timed in place of the rank's largest."""
     budget = step_budget(_build(tiny_model())(ParallelContext()), IDS, ranks)
     assert budget == step_tokens(CONFIG, ranks)
     columns = 0

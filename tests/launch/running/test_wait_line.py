@@ -48,7 +48,7 @@ def test_what_how_far_and_for_how_long_yet() -> None:
 
 
 def test_of_waits_within_each_other_the_one_that_knows_how_far_it_is() -> None:
-    """Of twelve runs, one run's prompt says nothing of the end."""
+    """Twelve runs are measured: the line counts them, since one run's prompt says nothing of the end."""
     runs, first, prompt = at("measuring", 12), at("first tokens"), at("reading the prompt", 99)
     assert shown_of([runs, prompt]) is runs
     assert shown_of([first, prompt]) is prompt

@@ -77,12 +77,13 @@ BASE: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back.
+    """What came back for a request, to see whether a field changed it.
 
     Attributes:
-        status, headers: of HTTP.
+        status: HTTP status.
+        headers: HTTP headers.
         raw: the body as text.
-        data: the body as JSON; of a stream its last event.
+        data: the body as JSON; a stream's last event.
     """
 
     status: int
@@ -92,7 +93,7 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """Of the first choice."""
+        """The text of the first choice, whichever endpoint gave it."""
         if "choices" in self.data:
             choice = self.data["choices"][0]
             return str(choice["text"] if "text" in choice else choice["message"]["content"])
@@ -503,7 +504,7 @@ def test_another_value_shows_or_is_refused(
 
 @pytest.mark.parametrize("path", BODIES)
 def test_every_field_has_an_entry(path: str) -> None:
-    """Of the bodies, and of the page: an entry says what another value does."""
+    """A field without an entry here, or on the page, is one whose effect nobody tests or reads of."""
     assert {*FIELDS[path]} == {*names_of(BODIES[path])}
     assert documented()[path] == {name for name in FIELDS[path] if "." not in name}
 

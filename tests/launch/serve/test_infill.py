@@ -222,7 +222,7 @@ def test_llama_vims_instructions(demo_server: Running) -> None:
 
 
 def test_infill_has_the_decoders_tokens(infill_server: Running) -> None:
-    """Of the prompt with the other files before it; a warmed cache has their tokens."""
+    """Infill must decode the prompt with the other files before it, and reuse their tokens when asked again."""
     http = infill_server.http()
     prompts = FimPrompts(infill_server.served.tokenizer, FAMILIES["qwen2.5-coder"])
     ids, _ = prompts.prompt("def add(a, b):\n    return ", SUFFIX, None, [Extra("/src/main.py", RING[0]["text"])])  # type: ignore[arg-type]

@@ -91,7 +91,7 @@ def test_a_server_that_is_not_there_is_a_failure(client: Any) -> None:
 def test_a_server_that_fails_costs_no_other_its_figures(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """That of transformers dropped a connection once: the figures of all servers were lost."""
+    """The server of transformers dropped a connection once, and the figures of all servers were lost with it."""
     sent: list[str] = []
 
     def send_all(client: Any, streams: list[Request], clients: int) -> tuple[list[Answer], float]:

@@ -269,7 +269,7 @@ def test_errors_are_the_clients_exceptions(client: Any) -> None:
 
 
 def test_a_predicted_output_is_drafted(demo_server: Running, client: Any) -> None:
-    """The same text by far fewer steps; what of the prediction was accepted and what not is in the usage."""
+    """A predicted text is the same text by far fewer steps; the usage says how much of the prediction was accepted."""
     asked: dict[str, Any] = {
         "model": "demo",
         "messages": [{"role": "user", "content": "import os\n"}],

@@ -52,7 +52,7 @@ drawn = settings(
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    """Of a context that every text soon fills; with calls of tools and fill-in-the-middle, as its models may have."""
+    """A server whose context every text soon fills, and which has tools and fill-in-the-middle for requests to draw."""
     tokenizer = letters(58)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<fim-prefix>", "<fim-suffix>", "<fim-middle>"]})
     tokenizer.chat_template = TEMPLATE
@@ -70,7 +70,7 @@ def described(server: Running) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def client(server: Running) -> Iterator[httpx.Client]:
-    """One for all requests: making one takes longer than most answers."""
+    """One HTTP client for all requests: making one takes longer than most answers."""
     with httpx.Client(base_url=server.url, timeout=WAIT_S, headers={"content-type": "application/json"}) as made:
         yield made
 

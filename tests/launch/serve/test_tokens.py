@@ -21,7 +21,7 @@ USER = [{"role": "user", "content": "hi"}]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    """Of a tiny model with a tokenizer like Llama 2's, which also has a token that the model has no row for."""
+    """A server of a tiny model with Llama 2's kind of tokenizer, which also has a token that the model has not."""
     tokenizer = llama_2()
     model = model_with(tokenizer)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<beyond>"]})
@@ -70,7 +70,7 @@ def test_offsets_are_those_of_the_text(server: Running, text: str) -> None:
 
 
 def test_offsets_behind_token_ids(server: Running) -> None:
-    """Of which the prompt is what they are decoded to; half a character at its end waits for the text."""
+    """Offsets of a prompt of ids count the text they decode to; half a character at its end waits for the text."""
     ids = [*server.encode("hi \u6f22"), *server.encode("\u6f22")[2:4]]
     found = choice(server, "/v1/completions", prompt=ids, max_tokens=2, echo=True, logprobs=0, temperature=0)
     assert found["text"].startswith("hi \u6f22")

@@ -38,7 +38,7 @@ FORMAT: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    """Of the demo model, all of whose text reads as a call, which is never one."""
+    """A server of the demo model whose format reads all text as a call: none of it is one, and none may be lost."""
     model, tokenizer = lp.load("demo")
     tokenizer.chat_template = TEMPLATE
     calls = {**FORMAT["fields"]["tool_calls"], "open_pattern": r"\s*", "close": "</tool_call>"}

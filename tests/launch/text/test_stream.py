@@ -46,7 +46,7 @@ def test_split_characters_are_held_back(tokenizer: PreTrainedTokenizerBase, text
 
 
 def test_a_prompt_that_ends_inside_a_character(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Of token ids: the character is shown whole, once, when the model completes it; nothing behind it is lost."""
+    """A prompt of ids may end within a character: it is shown whole and once when the model completes it."""
     text = "é€😀"
     ids = tokenizer(text)["input_ids"]
     assert len(ids) > 7

@@ -14,7 +14,7 @@ from tests.support.simulated_cuda.memory import poison
 
 
 class Copies:
-    """Those of one device that the host has not waited for, oldest first."""
+    """The copies of one device that the host has not waited for, oldest first, to find hosts that read too early."""
 
     def __init__(self) -> None:
         self._pending: list[_Copy] = []
@@ -22,16 +22,16 @@ class Copies:
 
     @property
     def count(self) -> int:
-        """How many there ever were: what an event records."""
+        """Number of copies that were ever asked for: an event records it, to know which are over when it is."""
         return self._finished + len(self._pending)
 
     def to_device(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """From pinned memory, now; the source must stay as it is until it is waited for."""
+        """Copy from pinned memory, now; the source must stay as it is until the host has waited for the copy."""
         target.copy_(source)
         self._pending.append(_ToDevice(source))
 
     def to_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Into pinned memory, which has no meaning until it is waited for."""
+        """Copy into pinned memory, whose content has no meaning until the host has waited for the copy."""
         self._pending.append(_ToHost(target, source))
 
     def finish(self, count: int | None = None) -> None:

@@ -30,7 +30,7 @@ SAMPLING: dict[str, lp.SamplingParams | None] = {
 
 
 def steps_of(gpu: SimulatedCuda, decoder: lp.LookaheadDecoder, sampling: lp.SamplingParams | None) -> list[Events]:
-    """What every step of a text asked for, once all its sizes are captured."""
+    """The events of every step of a text, once all its sizes are captured: what a captured step asks of the GPU."""
     ids = drawn_text(random.Random("counts"), 30)
     decoder.generate(ids, NEW, sampling)
     seen: list[Events] = []
@@ -39,17 +39,17 @@ def steps_of(gpu: SimulatedCuda, decoder: lp.LookaheadDecoder, sampling: lp.Samp
 
 
 def most(steps: list[Events]) -> tuple[int, ...]:
-    """Of one step, at most: how often it waits, launches, and copies from pageable memory."""
+    """The worst of the steps: how often one waits, launches, and copies from pageable memory, at most."""
     return tuple(max(step.total(kind) for step in steps) for kind in KINDS)
 
 
 def captured_decoder() -> lp.LookaheadDecoder:
-    """Of a tiny Llama on the simulated GPU."""
+    """A decoder of a tiny Llama on the simulated GPU, whose steps are captured as graphs."""
     return lp.LookaheadDecoder(copy.deepcopy(tiny_model()).to("cuda"), CONFIG, capture="graph")
 
 
 def row(name: str, figures: tuple[int, ...]) -> str:
-    """A line of the table."""
+    """A line of the printed table: a kind of sampling and its counts."""
     return f"{name:20}" + "".join(f"{figure:>10}" for figure in figures)
 
 

@@ -109,7 +109,7 @@ class Recording:
 
 
 class CUDAGraph:
-    """In place of torch.cuda.CUDAGraph."""
+    """Takes the place of torch.cuda.CUDAGraph: records operations in a capture, and runs them again."""
 
     def __init__(self, keep_graph: bool = False) -> None:
         self._recording: Recording | None = None
@@ -153,7 +153,7 @@ class CUDAGraph:
 
 
 class graph:
-    """In place of torch.cuda.graph; as there, a capture that failed leaves the capture's stream the current one."""
+    """Takes the place of torch.cuda.graph; a capture that fails leaves its stream the current one, as it does there."""
 
     def __init__(self, cuda_graph: CUDAGraph, pool: Any = None, stream: Stream | None = None, **options: Any) -> None:
         self.cuda_graph = cuda_graph

@@ -81,14 +81,14 @@ def _replacements() -> dict[str, Any]:
 
 
 def _launches(operation: Callable[[], object]) -> float:
-    """In place of an operation's time, of which the simulation knows nothing: how many kernels it starts."""
+    """How many kernels an operation starts: takes the place of its time, of which the simulation knows nothing."""
     before = simulation().events.total(LAUNCH)
     operation()
     return simulation().events.total(LAUNCH) - before
 
 
 def _in_parts(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> InParts:
-    """In place of `InParts.of`: a simulated tensor can't be of another class, too. Nobody computes with the whole."""
+    """Takes the place of `InParts.of`: a simulated tensor can't have another class too. Nobody uses the whole."""
     on_host = torch.empty(whole.shape, dtype=whole.dtype).as_subclass(InParts)
     on_host.parts = list(parts)
     return on_host

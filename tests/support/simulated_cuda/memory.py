@@ -22,7 +22,7 @@ _pinned: dict[int, torch.Tensor] = {}  # by the address of the storage; kept, or
 
 
 def address(tensor: torch.Tensor) -> int:
-    """Of a host tensor's storage: one for all its views."""
+    """A number that tells a host tensor's storage from others: all its views have the same."""
     return tensor.untyped_storage()._cdata
 
 

@@ -87,14 +87,14 @@ def _released(error: BaseException | None) -> bool:
 
 
 class _Meeting:
-    """What the ranks of a group give each other."""
+    """Where the ranks of a group meet and trade tensors, as a collective does."""
 
     def __init__(self, world_size: int) -> None:
         self.barrier = threading.Barrier(world_size)
         self.given = [torch.empty(0)] * world_size
 
     def trade(self, rank: int, mine: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's tensor, on the host."""
+        """Give a tensor, wait for all ranks, and get every rank's, on the host."""
         self.given[rank] = mine.clone()
         self.barrier.wait(TIMEOUT_S)
         everyone = list(self.given)
@@ -113,7 +113,7 @@ class _Nccl:
         self.device = device
 
     def values(self, tensor: torch.Tensor) -> torch.Tensor:
-        """On the host.
+        """The tensor's values on the host.
 
         Raises:
             RuntimeError: it is not on the GPU, or has gaps.
@@ -127,7 +127,7 @@ class _Nccl:
         return tensor.raw
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Into `output`; a capture records it."""
+        """Gather every rank's tensor into `output`; a capture records it."""
         self.values(output)
         self.values(tensor)
 
@@ -138,7 +138,7 @@ class _Nccl:
         simulation().launched("all_gather")
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """In place; a capture records it."""
+        """Sum the tensor over all ranks, in place; a capture records it."""
         self.values(tensor)
 
         def summed(raw: torch.Tensor) -> torch.Tensor:
@@ -181,7 +181,7 @@ class _Done:
 
 
 class _Distributed:
-    """In place of torch.distributed, as lp.parallel.rank_group uses it."""
+    """Takes the place of torch.distributed, with what lp.parallel.rank_group uses of it."""
 
     distributed_c10d = dist.distributed_c10d
 
@@ -200,7 +200,7 @@ class _Distributed:
 
 
 def _nothing(*args: Any) -> None:
-    """In place of what a roll call needs."""
+    """Takes the place of steps of a roll call, which threads have no use for."""
 
 
 def _nobody(*args: Any) -> str:

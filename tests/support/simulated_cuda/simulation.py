@@ -33,7 +33,7 @@ _here = (
 
 
 class DeviceError(RuntimeError):
-    """CUDA would have refused."""
+    """CUDA would have refused this operation; the simulation does so in its place."""
 
 
 class CudaTensor(torch.Tensor):
@@ -87,15 +87,15 @@ def simulation() -> SimulatedCuda:
 
 
 class SimulatedCuda(TorchDispatchMode):
-    """What one thread asks of its GPU; within its `with` block.
+    """Runs and counts what one thread asks of its GPU, within the object's `with` block.
 
     Args:
-        index: of the thread's current device.
+        index: number of the thread's current device, the 0 of "cuda:0".
 
     Attributes:
-        events: what was asked for.
-        recording: of the graph that is being captured.
-        stream, default_stream: of the thread; None until it is asked for.
+        events: counts of what was asked for.
+        recording: operations of the graph that is being captured; None when none is.
+        stream, default_stream: the thread's current and default stream; None until one is asked for.
         sync_debug_mode: 0 lets the host wait, 2 makes waiting within an operation an error, as torch.cuda has it.
     """
 
@@ -129,11 +129,11 @@ class SimulatedCuda(TorchDispatchMode):
         return self.handle(func, args, kwargs or {})
 
     def wait(self, what: str, count: int | None = None) -> None:
-        """The host waits for the device.
+        """Note that the host waits for the device, and refuse it where CUDA would.
 
         Args:
-            what: lets it wait.
-            count: of copies, those before an event; None: for all that was asked.
+            what: name of the operation that makes the host wait.
+            count: number of copies that are over then, those before an event; None: all that were asked for.
         """
         self.refuse_in_capture(what)
         if self.sync_debug_mode and not what.startswith(EXPLICIT):
@@ -142,7 +142,7 @@ class SimulatedCuda(TorchDispatchMode):
         self.copies.finish(count)
 
     def launched(self, what: str) -> None:
-        """Something was put into the device's queue; what is captured is not."""
+        """Note that a kernel was put into the device's queue; while a graph is captured nothing is."""
         if self.recording is None:
             self.events.note(LAUNCH, what)
 
@@ -155,7 +155,7 @@ class SimulatedCuda(TorchDispatchMode):
             )
 
     def handle(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run one operation."""
+        """Run one operation of torch as CUDA would, or refuse it."""
         op = operator(func)
         device = self._device_asked_for(args, kwargs)
         tensors = _tensors(args, [])
@@ -235,7 +235,7 @@ class SimulatedCuda(TorchDispatchMode):
             )
 
     def _check_indices(self, op: Operator, args: Any) -> None:
-        """A mask is turned into numbers first, which the host waits for; indices on the host are copied."""
+        """Note what indices cost: a mask is turned into numbers, which the host waits for; host indices are copied."""
         indices = [index for index in args[1] if index is not None]
         fills = op.name != "index" and len(indices) == 1 and args[2].numel() == 1  # takes a mask as masked_fill does
         for index in indices:
@@ -245,7 +245,7 @@ class SimulatedCuda(TorchDispatchMode):
                 self.wait("index by a mask")
 
     def _moved(self, func: Any, source: torch.Tensor, target: torch.device, kwargs: dict[str, Any]) -> torch.Tensor:
-        """A copy on a device, of a dtype."""
+        """A tensor's copy with another device or dtype, as `.to` makes it."""
         non_blocking = bool(kwargs.get("non_blocking"))
         kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "non_blocking", "pin_memory")}
         if isinstance(source, CudaTensor) and target.type == "cuda":
@@ -330,10 +330,10 @@ class SimulatedCuda(TorchDispatchMode):
         """Call with the values of these tensors, and record the call while a graph is captured.
 
         Args:
-            call: takes host tensors.
-            args, kwargs: with CUDA tensors.
-            targets: those that are written to.
-            fresh: what it returns is new memory.
+            call: does the operation, on host tensors.
+            args, kwargs: its arguments, among them CUDA tensors.
+            targets: tensors that it writes to, which a capture sets back.
+            fresh: whether what it returns is new memory.
         """
         if self.recording is None:
             return call(*_unwrapped(args), **_unwrapped(kwargs))
@@ -361,7 +361,7 @@ def _tensors(value: Any, found: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _unwrapped(value: Any) -> Any:
-    """The same arguments with the values of CUDA tensors."""
+    """An operation's arguments with each CUDA tensor replaced by its values on the host, to run it there."""
     if isinstance(value, CudaTensor):
         return value.raw
     if isinstance(value, tuple | list):

@@ -11,7 +11,7 @@ from tests.support.simulated_cuda.simulation import simulation
 
 
 class Stream:
-    """In place of torch.cuda.Stream."""
+    """Takes the place of torch.cuda.Stream: all streams are one queue, so that nothing needs to wait."""
 
     def __init__(self, device: Any = None, priority: int = 0) -> None:
         self.device = device
@@ -32,7 +32,7 @@ class Stream:
 
 
 def current_stream(device: Any = None) -> Stream:
-    """That of this thread; the default one has the name of none."""
+    """The current stream of this thread, in place of torch.cuda.current_stream; made at the first call."""
     here = simulation()
     if here.stream is None:
         here.stream = here.default_stream = Stream()
@@ -45,7 +45,7 @@ def set_stream(stream: Stream) -> None:
 
 
 class StreamContext:
-    """In place of torch.cuda.stream."""
+    """Takes the place of torch.cuda.stream: makes a stream the current one within the block."""
 
     def __init__(self, stream: Stream | None) -> None:
         self.stream = stream
@@ -59,7 +59,7 @@ class StreamContext:
 
 
 class Event:
-    """In place of torch.cuda.Event."""
+    """Takes the place of torch.cuda.Event: remembers which copies are over once the host has waited for it."""
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
         self._copies = 0
@@ -81,12 +81,12 @@ class Event:
         return True
 
     def elapsed_time(self, later: Event) -> float:
-        """Milliseconds."""
+        """Milliseconds between two events, by the host's clock: their value says nothing of a GPU."""
         return 1e3 * (later._seconds - self._seconds)
 
 
 class CurrentDevice:
-    """In place of torch.cuda.device."""
+    """Takes the place of torch.cuda.device: makes a device the current one within the block."""
 
     def __init__(self, device: Any) -> None:
         self.index = device if isinstance(device, int) else torch.device(device).index

@@ -26,7 +26,7 @@ LATE_S = 0.5
 
 
 def happen(what: str) -> None:
-    """To this process."""
+    """Do to this process what happens to it: it is killed, stopped, or late."""
     if what == "late":
         time.sleep(LATE_S)
     else:

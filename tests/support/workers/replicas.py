@@ -73,7 +73,7 @@ class Calls:
         return call
 
     def on_tokens(self, tokens: list[int], step: int) -> None:
-        """At the end of every step."""
+        """Note the collectives of the step that has ended; `generate` calls it."""
         self.steps.append(self.now)
         self.now = {}
 
