@@ -37,7 +37,7 @@ class Key(NamedTuple):
 
 
 def choices(group: str) -> list[str]:
-    """The names that a group takes."""
+    """Names of the choices that a config group has."""
     stored = ConfigStore.instance().repo.get(group, {})
     names = {path.stem for path in (CONF / group).glob("*.yaml")} | {name.removesuffix(".yaml") for name in stored}
     return sorted(names)

@@ -289,7 +289,7 @@ def _threads_of_a_rank(config: ScalingConfig) -> Iterator[None]:
 
 
 def report(lines: list[Line], off: ErrorsOfRuns, caption: str, folder: Path, table: bool) -> None:
-    """On stdout the table, or one JSON object; then a CSV, a Markdown table and plots in the folder."""
+    """Print the table, or one JSON object; then write a CSV, a Markdown table and plots into the folder."""
     text = markdown(*scaling_table(lines)) + f"\n{caption}\n"
     for (method, ranks), each in off.items():
         text += f"\n{method} on {ranks} ranks: projected {', '.join(f'{error:+.1%}' for error in each)} off the "
@@ -339,7 +339,7 @@ def _baselines(alone: Mapping[int, float | None], found: Mapping[tuple[int, int]
 
 
 def _caption(record: Record) -> str:
-    """What all launches share."""
+    """The line below the table: hardware, model and settings that all launches share."""
     settings = record["settings"]
     versions = record["versions"]
     shape = f"W={settings['W']} N={settings['N']} G={short(settings['G'])}"

@@ -82,7 +82,7 @@ class CeilingCalls:
         self.product = torch.empty_like(self.left)
 
     def calls(self) -> dict[str, Call]:
-        """Calls to time, by name."""
+        """The calls to time, by name: a copy for the bandwidth, a product for the FLOPs."""
         return {
             "copy": lambda: self.target.copy_(self.source),
             "product": lambda: torch.mm(self.left, self.right, out=self.product),

@@ -164,7 +164,7 @@ class Prediction:
 
 
 def _comparable(model: Any, length: int) -> list[int]:
-    """Those of WIDTHS with which two passes differ from one by rounding alone: both have the same rotary frequencies.
+    """WIDTHS with which two passes differ from one by rounding alone, since both have the same rotary frequencies.
 
     Args:
         length: tokens of the prefix, L.

@@ -230,7 +230,7 @@ def _once(bench: Bench, name: str) -> Once:
         return bench.run(bench.decoders[name], ids, tokens)
 
     def alone(ids: list[int], tokens: int) -> GenerationOutput:
-        """On rank 0; the others wait."""
+        """Decode on rank 0, while the others wait: for methods that have no use for several ranks."""
         return on_main(bench.context, partial(together, ids, tokens)) or GenerationOutput([], "", [])
 
     # Replicas that span ranks decode all at once, each for itself, where they share no steps.

@@ -64,7 +64,7 @@ class Settings:
         return lp.SamplingParams(temperature=0.0, repetition_penalty=self.sampling.repetition_penalty)
 
     def changed(self, words: list[str]) -> Settings:
-        """With these `key=value` set; a temperature of 0 is greedy, any other field of what draws ends that.
+        """Set these `key=value`, in a copy; a temperature of 0 is greedy, any other field of what draws ends that.
 
         Raises:
             ValueError: an unknown key, or a value of another type or out of range.

@@ -1,4 +1,4 @@
-"""From a decoder's name and its config to how it is made."""
+"""Makes decoders from their names and the run's config."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _builder(name: str, config: Common) -> Builder:
 
 
 def _settings(name: str, config: Common) -> DraftConfig:
-    """As the user set the decoder that was chosen; of the others, the defaults, and the run's W, N, G and pool."""
+    """A decoder's settings: the user's for the one that was chosen; for others defaults, the run's W, N, G and pool."""
     choice = decoder_choices()[name]
     given = {field: value for field, value in shape_and_pool(config).items() if choice.has(field)}
     if config.decoder.name == name:

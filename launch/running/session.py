@@ -1,4 +1,4 @@
-"""From a config to what a run needs: prompts, the model, and the decoders to compare."""
+"""Makes what a run needs from its config: prompts, the model, and the decoders to compare."""
 
 from __future__ import annotations
 

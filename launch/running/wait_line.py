@@ -110,7 +110,7 @@ def describe(wait: Wait, now_s: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """As people say it: "12 s", "4 min", "2.5 h"."""
+    """Seconds as people say them: "12 s", "4 min", "2.5 h"."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

@@ -309,7 +309,7 @@ class Generated(Body):
 
     @property
     def grammar_field(self) -> str:
-        """The field that gives the form."""
+        """Name of the field that asks for a form, such as JSON, for errors to name."""
         return ""
 
     @property
@@ -466,7 +466,7 @@ class OpenAI(Sampled):
 
     @property
     def grammar_field(self) -> str:
-        """The field that gives the form."""
+        """Name of the field that asks for a form, such as JSON, for errors to name."""
         own = FORMS[self.response_format.type] if self.response_format else None
         return f"response_format.{own}" if own else "response_format"
 
@@ -727,7 +727,7 @@ class LlamaCpp(Generated):
 
     @property
     def grammar_field(self) -> str:
-        """The field that gives the form."""
+        """Name of the field that asks for a form, such as JSON, for errors to name."""
         return "grammar" if self.grammar else "json_schema"
 
     @property

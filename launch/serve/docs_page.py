@@ -36,7 +36,7 @@ def docs_page(description: dict[str, Any]) -> str:
 
 
 def _schema(schema: dict[str, Any], schemas: dict[str, Any]) -> dict[str, Any]:
-    """What a reference refers to."""
+    """The schema itself, where one refers to another by name."""
     name = schema.get("$ref", "").rpartition("/")[2]
     return dict(schemas[name]) if name else schema
 

@@ -41,7 +41,7 @@ class FimFormat:
 
     @property
     def tokens(self) -> list[str]:
-        """All that a vocabulary must have."""
+        """All special tokens that a vocabulary must have for this format."""
         return [token for token in (self.prefix, self.suffix, self.middle) if token is not None]
 
 

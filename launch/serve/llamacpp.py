@@ -95,7 +95,7 @@ class LlamaCompletion:
         self.text = Wanted(self.spec, body.grammar_field, stop, body.n_indent, limit_s or None)
 
     async def whole(self) -> dict[str, Any]:
-        """All at once."""
+        """The answer in one piece, once the text has ended."""
         parts: list[str] = []
         tokens: list[int] = []
         ending = Ending()
@@ -111,7 +111,7 @@ class LlamaCompletion:
         return self._chosen({"content": "".join(parts), "tokens": tokens, **self._last(ending)})
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Step by step."""
+        """The answer as a stream: a chunk for each step's text, and a last one with figures."""
         async with aclosing(TextGroup(self.served, "completion", [self.text]).events()) as events:
             async for _, event in events:
                 if isinstance(event, Piece):

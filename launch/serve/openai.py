@@ -56,7 +56,7 @@ def openai_routes(served: Served) -> APIRouter:
 
 
 def spec_of(served: Served, body: OpenAI, prompt: list[int], max_tokens: int | None) -> TextSpec:
-    """A text that continues this prompt."""
+    """What the engine is asked for: a text that continues this prompt, with the body's settings."""
     penalised = body.samples_by("penalties")
     return TextSpec(
         prompt=prompt,
@@ -127,7 +127,7 @@ class _Answer:
         return {"seed": sampling["seed"]} if sampling and sampling["temperature"] else {}
 
     def choices_of(self, spec: TextSpec) -> list[Wanted]:
-        """The n texts of a prompt."""
+        """What to generate for a prompt: its n texts, each a choice of the answer."""
         stop = [*self.served.stop, *self.body.stop]
         field = self.body.grammar_field
         return [Wanted(replace(spec, sequence=index), field, stop) for index in range(self.body.n)]
@@ -196,7 +196,7 @@ class Completion(_Answer):
         return texts
 
     async def whole(self) -> dict[str, Any]:
-        """All at once."""
+        """The answer in one piece, once all texts have ended."""
         texts = [[echo] for echo in self.echoes for _ in range(self.body.n)]
         logprobs = await self._prompt_logprobs()
         endings: dict[int, Ending] = {}
@@ -220,7 +220,7 @@ class Completion(_Answer):
         return self.response(choices, [*endings.values()])
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Step by step."""
+        """The answer as a stream: chunks as steps give text."""
         logprobs = await self._prompt_logprobs()
         echoes = [echo for echo in self.echoes for _ in range(self.body.n)]
         endings: list[Ending] = []
@@ -303,7 +303,7 @@ class Chat(_Answer):
         self.walks = [TokenWalk(served.words, prompt) for _ in self.texts if body.logprobs]
 
     async def whole(self) -> dict[str, Any]:
-        """All at once."""
+        """The answer in one piece, once all texts have ended."""
         texts = [list[str]() for _ in self.texts]
         thoughts = [list[str]() for _ in self.texts]
         tokens = [list[int]() for _ in self.texts]

@@ -413,7 +413,7 @@ class TextGroup:
                 self._noted.end()
 
     def _note(self, index: int, event: Event) -> None:
-        """On the engine's thread, whether or not a client still listens."""
+        """Count an event for metrics and restarts; on the engine's thread, whether or not a client still listens."""
         if isinstance(event, Ending):
             self._served.metrics.ended(event)
             return
@@ -427,7 +427,7 @@ class TextGroup:
 
 
 def busy(waiting: str) -> ApiError:
-    """There is too much to do."""
+    """The refusal of a request that the server has no room for: status 429, with the time to wait."""
     return ApiError(429, f"{waiting} that may; try again later", headers={"Retry-After": str(RETRY_AFTER_S)})
 
 

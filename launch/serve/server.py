@@ -130,7 +130,7 @@ def warm_up(engine: lp.Engine) -> None:
 
 
 def follow(engine: lp.Engine, grammars: Grammars) -> None:
-    """On another rank than 0: do what it does, until it ends."""
+    """Take rank 0's steps on another rank, until rank 0 ends."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # when to end is rank 0's affair
     loop = EngineLoop(engine, grammars, 0)
@@ -149,7 +149,7 @@ def listen(
     fim: FimFormat | None,
     unfinished: UnfinishedRequests,
 ) -> None:
-    """On rank 0: answer requests until the process is asked to end.
+    """Answer requests, on rank 0, until the process is asked to end.
 
     Raises:
         KeyboardInterrupt: it was.

@@ -120,7 +120,7 @@ class WholeUnits(Step):
         return self.of_unit(text)
 
     def of_unit(self, text: str) -> Parts:
-        """What a unit becomes."""
+        """The characters that a unit becomes, by its place in the text."""
         return [Part(self.inside(text) if self.index else self.first(text), True)]
 
 

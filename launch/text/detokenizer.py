@@ -132,7 +132,7 @@ class Detokenizer:
         return "".join(self.add(token).text for token in tokens)
 
     def add(self, token: int) -> TokenText:
-        """One more token."""
+        """Take one more token; what it adds to the text."""
         text = self._fed(token)
         self._wrote |= bool(text)
         self.begun |= bool(text)
@@ -259,7 +259,7 @@ class TokenWalk:
         self._detokenizer = Detokenizer(vocabulary, prompt)
 
     def add(self, token: int) -> NamedToken:
-        """One more token."""
+        """Take one more token; its name and bytes."""
         waiting = self._detokenizer.waiting
         text, data = self._detokenizer.add(token)
         begins = self.offset + (not _goes_on(waiting, data))

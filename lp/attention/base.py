@@ -47,7 +47,7 @@ class StepView:
         return self if window == self.window else replace(self, window=window)
 
     def visible_TN(self) -> torch.Tensor:
-        """Bool, which keys each token sees."""
+        """Which keys each token sees, bool (T, N)."""
         device = self.visible_TT.device
         num_tokens = len(self.visible_TT)
         if self.slot_mapping_T is None:
@@ -86,7 +86,7 @@ class ForestView:
         return ForestView([part.within(window) for part in self.parts])
 
     def visible_TN(self) -> torch.Tensor:
-        """Bool, which keys each token sees."""
+        """Which keys each token sees, bool (T, N)."""
         visible_TN: torch.Tensor = torch.block_diag(*(part.visible_TN() for part in self.parts))
         return visible_TN
 
@@ -121,7 +121,7 @@ class PooledView:
         return self if window == self.window else replace(self, window=window)
 
     def visible_TN(self) -> torch.Tensor:
-        """Bool, which keys each token sees."""
+        """Which keys each token sees, bool (T, N)."""
         slots_N = torch.arange(self.num_slots, device=self.slots_T.device)
         key_positions_TN = slots_N - self.first_slots_T[:, None]
         cached_TN = (key_positions_TN >= 0) & (key_positions_TN < self.lengths_T[:, None])

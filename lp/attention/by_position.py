@@ -50,7 +50,7 @@ class _Sums(NamedTuple):
     values_GRTE: torch.Tensor
 
     def and_then(self, other: _Sums) -> _Sums:
-        """Those of these keys and others; what is without keys changes no bit."""
+        """The sums over these keys and the other ones; sums over no keys change no bit."""
         top = torch.maximum(self.top_GRT, other.top_GRT)
         base = top.masked_fill(top == -math.inf, 0.0)  # -inf minus itself would be NaN
         own, others = (self.top_GRT - base).exp(), (other.top_GRT - base).exp()
@@ -111,7 +111,7 @@ def _of_sequence(
 def _tile(
     q_GRTD: torch.Tensor, k_GND: torch.Tensor, v_GNE: torch.Tensor, places: KeyPlaces, start: int, end: int
 ) -> _Sums:
-    """The cached keys from a multiple of TILE on, as far as they are below A(p), which is nowhere above `end`."""
+    """The sums over one tile of cached keys, `start` on: those that lie below each token's A(p), which is at most `end`."""
     kv_heads, repeats, num_tokens, dim = q_GRTD.shape
     keys = slice(start, min(start + TILE, end))  # others may be no numbers, which no weight of 0 would hide
     k_GSD, v_GSE = (F.pad(part[:, keys], (0, 0, 0, start + TILE - keys.stop)) for part in (k_GND, v_GNE))

@@ -48,7 +48,7 @@ def _with_keys(q, k, v, seen, scale, top_M, norm_M, acc_ME):
 
 @triton.jit
 def _together(top_M, norm_M, acc_ME, other_top_M, other_norm_M, other_acc_ME):
-    """Those of some keys and of others; what is without keys changes no bit."""
+    """Add the sums over some keys and over others; sums over no keys change no bit."""
     new_top_M = tl.maximum(top_M, other_top_M)
     base_M = tl.where(new_top_M == float("-inf"), 0.0, new_top_M)
     keep_M = tl.exp2(top_M - base_M)

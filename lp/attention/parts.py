@@ -18,7 +18,7 @@ class InParts(torch.Tensor):
 
     @classmethod
     def of(cls, whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> InParts:
-        """`whole`, with these parts."""
+        """Make an `InParts` of a tensor and its parts, which lie elsewhere."""
         tensor = whole.as_subclass(cls)
         tensor.parts = list(parts)
         return tensor

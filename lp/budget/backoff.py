@@ -41,7 +41,7 @@ REPEAT_TOKENS = 4
 
 
 class RepeatDetector:
-    """Notices that a text repeats a run of REPEAT_TOKENS tokens."""
+    """Notices that a text repeats a run of REPEAT_TOKENS tokens, where drafts pay again and a back-off may end."""
 
     def __init__(self) -> None:
         self._last: tuple[int, ...] = ()

@@ -85,7 +85,7 @@ class DepthDiscount:
 
     @property
     def per_token(self) -> float:
-        """The discount of a step's paths."""
+        """The discount that each token of a path brings, by the depths that were accepted lately."""
         return 1 / (PRIOR_DEPTH + self._longest)
 
     def record_step(self, num_accepted: int) -> None:

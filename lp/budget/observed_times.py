@@ -74,12 +74,12 @@ class Estimate:
 
     @classmethod
     def of_prior(cls, times: StepTimes) -> Estimate:
-        """What is known before any step."""
+        """The estimate before any step was timed: these times, with the doubts of a prior."""
         return cls(times.num_tokens, np.log([times.plain_s, *times.seconds]), _prior_covariance(times.num_tokens))
 
     @cached_property
     def times(self) -> StepTimes:
-        """The most likely step times."""
+        """The step times that are most likely by what was observed."""
         plain_s, *seconds = (round(value, DIGITS) for value in np.exp(self.mean).tolist())
         least = 10.0**-DIGITS
         return StepTimes(self.num_tokens, tuple(max(each, least) for each in seconds), max(plain_s, least))
@@ -140,7 +140,7 @@ class Estimate:
         return 1 + (below if num_tokens**2 <= sizes[below] * sizes[above] else above)  # by the ratio
 
     def as_json(self) -> dict[str, Any]:
-        """For a file that a person can read: seconds by tokens, doubts in per cent, and what the doubts are made of."""
+        """The times for a file that people can read: seconds by tokens, doubts in per cent and what they come from."""
         names = ["plain", *map(str, self.num_tokens)]
         seconds = [self.times.plain_s, *self.times.seconds]
         return {

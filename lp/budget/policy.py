@@ -137,18 +137,18 @@ class FixedBudget:
             )
 
     def price(self, base_tokens: int, least_tokens: int) -> TokenPrice | None:
-        """Tokens cost nothing."""
+        """None: tokens cost nothing under a fixed budget."""
         return None
 
     def padded_size(self, num_tokens: int) -> int:
-        """Steps are not padded."""
+        """The number as it is: steps of a fixed budget are not padded."""
         return num_tokens
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """Time decides nothing."""
+        """Do nothing: time decides nothing under a fixed budget."""
 
     def record_step(self, new_tokens: Sequence[int], num_tokens: int, drafts: DraftRecord) -> None:
-        """Nothing is learned."""
+        """Do nothing: a fixed budget learns nothing."""
 
 
 class AdaptiveBudget:
@@ -198,7 +198,7 @@ class AdaptiveBudget:
         self.columns = self._next_columns()
 
     def _take(self, step_times: StepTimes) -> None:
-        """Decide by these step times."""
+        """Decide by these step times from now on."""
         if self._texts > 1:
             step_times = extended(step_times, self._texts * self.step_tokens)
         self._step_times = step_times
@@ -207,7 +207,7 @@ class AdaptiveBudget:
 
     @property
     def idle(self) -> bool:
-        """The next step is plain."""
+        """Whether the next step is plain, because lookahead does not pay now."""
         return self._back_off.idle
 
     @property
@@ -256,7 +256,7 @@ class AdaptiveBudget:
 
     @property
     def _other_tokens(self) -> int:
-        """Those of other texts, as far as step times are known behind them."""
+        """Tokens that other texts have in the step, as far as step times are known behind them."""
         return max(min(self.company.other_tokens, self._step_times.max_tokens - self.step_tokens), 0)
 
     def padded_size(self, num_tokens: int) -> int:
@@ -291,7 +291,7 @@ class AdaptiveBudget:
 
     @property
     def _price_per_s(self) -> float:
-        """Tokens that a second must bring."""
+        """Tokens that each further second of a step must bring, to be worth it."""
         return PRICE_MARGIN * self.tokens_per_s
 
     def _next_columns(self) -> int:

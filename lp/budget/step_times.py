@@ -74,7 +74,7 @@ class StepTimes:
 
     @cached_property
     def _padded_sizes(self) -> list[int]:
-        """By tokens, 0 to `max_tokens`: how many to compute."""
+        """How many tokens to compute for each number that is wanted, 0 to `max_tokens`: more, where that is faster."""
         seconds = self._unpadded_seconds
         sizes = list(range(self.max_tokens + 1))
         fastest = self.max_tokens
@@ -111,7 +111,7 @@ class StepTimes:
 
     @cached_property
     def marginal_seconds(self) -> np.ndarray:
-        """By tokens: the least that each further token costs, on average, in the best larger step. (max_tokens + 1,)
+        """Least seconds that each token beyond a size costs, on average, in the best larger step: (max_tokens + 1,).
 
         A draft token whose accept probability is below the price of this time pays in no larger step, since the tokens
         after it are less likely still.
@@ -144,7 +144,7 @@ class StepTimes:
 
 @lru_cache(maxsize=16)  # what follows from them takes milliseconds, and every text of a batch has them
 def extended(times: StepTimes, max_tokens: int) -> StepTimes:
-    """With a size beyond the largest one measured, whose time is in proportion to its tokens."""
+    """Step times up to `max_tokens`: sizes beyond the largest one measured take time in proportion to their tokens."""
     max_tokens = min(max_tokens, MAX_TABLE_TOKENS)
     if max_tokens <= times.max_tokens:
         return times

@@ -73,7 +73,7 @@ class WindowPolicy:
     def _worths(
         self, accept_probs: Sequence[float] | np.ndarray, price_per_s: float, other_tokens: int = 0
     ) -> np.ndarray:
-        """By window size: expected tokens of the tree, cut where it pays most, less the price of the step. (sizes,)"""
+        """Worth (sizes,) of each window size: expected tokens of the tree, cut where it pays most, less the price."""
         window = self._window_tokens[:, None]
         drafts = np.arange(len(accept_probs) + 1)
         # Of the largest rank: the one with the window, or any if all have as many tokens.

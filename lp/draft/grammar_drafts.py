@@ -34,11 +34,11 @@ class GrammarDrafts(WrappingSource):
 
     @property
     def accepted_prediction(self) -> int:  # type: ignore[override]
-        """The other source's `accepted_prediction`."""
+        """Number of accepted tokens of the prediction, by the source whose drafts are cut."""
         return self._inner.accepted_prediction
 
     def propose_share(self, text: Sequence[int], step: ShareInput) -> Share:
-        """The rank's share."""
+        """The rank's share of the draft tree, without what the grammar forbids."""
         self.follow(text)
         if not self._cursor.go_to(text[self._prompt_tokens :]) or self._cursor.matcher.ended:
             return self._propose_inner(text, step)
@@ -146,7 +146,7 @@ class GrownTree:
             place = known
 
     def tree(self) -> DraftTree:
-        """All of it."""
+        """The whole tree as it has grown."""
         return DraftTree(self._tokens, self._parents, self._probs if self._stated else (), self._merge)
 
     def _child(self, parent: int, token: int, prob: float) -> int:

@@ -37,7 +37,7 @@ class JacobiConfig(RefusesRemoved):
         check_count(self, "num_tokens", 1, 1024, "try 16")
 
     def shape(self) -> LookaheadConfig:
-        """The step it takes."""
+        """The W, N, G whose step the method takes."""
         return windowless(self.num_tokens)
 
 

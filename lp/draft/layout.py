@@ -136,7 +136,7 @@ class StepLayout:
             self.step_parents = np.concatenate([np.arange(-1, missing - 1), self.parents + missing])
 
     def drafts(self) -> dict[int, list[int]]:
-        """By node, the different tokens that may follow it in a walk, in the order they were laid out."""
+        """The different tokens that may follow each node in a walk, by node, in the order they were laid out."""
         drafts: dict[int, list[int]] = {}
         for node, token in zip(self.drafted_behind.tolist(), self.tokens.tolist(), strict=True):
             if node >= 0:

@@ -42,7 +42,7 @@ class PaperConfig(RefusesRemoved):
             set_field(self, name, getattr(shape.ablation, name))
 
     def shape(self) -> LookaheadConfig:
-        """The step it takes."""
+        """The W, N, G whose step the method takes."""
         text = self.prompt_ngrams
         own = Ablation(prompt_ngrams=text, output_ngrams=text, warmup_steps=self.warmup_steps, num_logits=0)
         return LookaheadConfig(**{name: getattr(self, name) for name in SHAPE}, draft_depth=None, ablation=own)

@@ -33,7 +33,7 @@ class PromptLookupConfig(RefusesRemoved):
         check_count(self, "num_tokens", 1, 1024, "try 10")
 
     def shape(self) -> LookaheadConfig:
-        """The step it takes."""
+        """The W, N, G whose step the method takes."""
         return windowless(self.num_tokens)
 
 

@@ -70,7 +70,7 @@ class SourceFactory(ABC):
 
     @abstractmethod
     def new_source(self, call: Call) -> DraftSource:
-        """The source of one call."""
+        """Make the source that drafts in one call."""
 
     def digests(self, model_folder: str, vocabulary_size: int) -> dict[str, int]:
         """Digests that ranks compare before a text, by name: its sources must begin alike on every rank."""

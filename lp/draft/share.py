@@ -91,7 +91,7 @@ def _preorder_paths(parents: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def _divide(paths: Sequence[tuple[int, ...]], size: int, base_tokens: Sequence[int]) -> tuple[list[set[int]], int]:
-    """By rank, the nodes of steps of at most `size` tokens; and how many of the paths have found room."""
+    """Divide paths into steps of at most `size` tokens: each rank's nodes, and how many paths have found room."""
     shares = []
     at = 0
     for base in base_tokens:

@@ -66,7 +66,7 @@ class StepSamples:
 
     @property
     def nodes(self) -> list[int]:
-        """Those that sampled a token, n."""
+        """Numbers of the nodes that sampled a token: (n,)."""
         return np.flatnonzero(np.asarray(self.sampled) != INVALID_TOKEN).tolist()
 
     @property
@@ -129,7 +129,7 @@ class ShareInput(NamedTuple):
 
     @property
     def rooms(self) -> np.ndarray:
-        """By rank, how many draft tokens it may have: int64 (R,)."""
+        """How many draft tokens each rank may have: int64 (R,)."""
         return np.maximum(np.minimum(self.budget - np.asarray(self.base_tokens, np.int64), self.max_draft), 0)
 
 

@@ -48,7 +48,7 @@ class SuffixConfig(RefusesRemoved):
             raise UserError(f"tree is {self.tree!r}; it must be true or false; false proposes a path")
 
     def shape(self) -> LookaheadConfig:
-        """The step it takes."""
+        """The W, N, G whose step the method takes."""
         return windowless(self.max_tokens)
 
 

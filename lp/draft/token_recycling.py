@@ -36,7 +36,7 @@ class RecyclingConfig(RefusesRemoved):
         check_count(self, "nodes", 1, 1024, "try 80")
 
     def shape(self) -> LookaheadConfig:
-        """The step it takes."""
+        """The W, N, G whose step the method takes."""
         return windowless(self.nodes)
 
 

@@ -86,5 +86,5 @@ class DraftTreeBuilder:
         return child
 
     def build(self) -> DraftTree:
-        """The tree."""
+        """The draft tree of the paths that were added."""
         return DraftTree(self.tokens, self.parents, merge=self.merge)

@@ -236,7 +236,7 @@ def _walk(nodes, counts, budget, own_rank, most, found):  # type: ignore[no-unty
 
 @jit
 def _find_held(nodes, counts, budget, path, length, own_rank, held, local):  # type: ignore[no-untyped-def]
-    """By rank, how many nodes of the path it has; of one rank, which of its nodes these are."""
+    """Find how many nodes of the path each rank has, and for one rank which of its nodes these are."""
     for rank in range(len(counts)):
         held[rank] = 0
         for index in range(counts[rank]):

@@ -55,17 +55,17 @@ class WindowSlice:
 
     @cached_property
     def num_columns(self) -> int:
-        """Its number of columns."""
+        """Number of columns that the rank has."""
         return self.end - self.first
 
     @cached_property
     def level_0_nodes(self) -> int:
-        """Nodes of `c` and level 0."""
+        """Number of nodes that the rank has of level 0, `c` included."""
         return max(self.end, 1) if self.num_columns else 1
 
     @cached_property
     def num_nodes(self) -> int:
-        """Nodes of `c` and the window."""
+        """Number of nodes that the rank has of the window, `c` included."""
         return self.level_0_nodes + self.num_columns * (self.levels - 1)
 
     @cached_property
@@ -96,17 +96,17 @@ class WindowSlices(tuple[WindowSlice, ...]):
 
     @cached_property
     def num_nodes(self) -> np.ndarray:
-        """By rank, nodes of `c` and the window: int64 (R,)."""
+        """How many nodes of `c` and the window each rank has: int64 (R,)."""
         return np.array([own.num_nodes for own in self], np.int64)
 
     @cached_property
     def num_columns(self) -> int:
-        """Columns of all ranks together."""
+        """Number of columns that all ranks have together."""
         return sum(own.num_columns for own in self)
 
     @cached_property
     def shapes(self) -> Any:
-        """By rank, its first column, its number of columns, and its nodes of level 0: int64 (R, 3)."""
+        """First column, number of columns, and number of level-0 nodes of each rank: int64 (R, 3)."""
         return compiled_ints([(own.first, own.num_columns, own.level_0_nodes) for own in self])
 
     @cached_property

@@ -43,14 +43,14 @@ class WrappingSource(DraftSource):
 
     @abstractmethod
     def propose_share(self, text: Sequence[int], step: ShareInput) -> Share:
-        """The rank's share."""
+        """The rank's share of the draft tree."""
 
     @abstractmethod
     def follow(self, text: Sequence[int]) -> None:
         """Take in the text's new tokens."""
 
     def propose(self, text: Sequence[int], budget: int, window: WindowDrafts, price: TokenPrice | None, /) -> DraftTree:
-        """The whole tree, of one rank."""
+        """The whole draft tree, where one rank drafts alone."""
         return self.propose_share(text, ShareInput(0, budget, [0], window, price)).draft
 
     def begin(self, prompt: Sequence[int], top_logits: TopLogits) -> None:

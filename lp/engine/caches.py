@@ -99,7 +99,7 @@ class TextCaches:
         return cache, count
 
     def captured(self, cache: StaticKVCache) -> StaticKVCache:
-        """For a text that begins by itself, the cache of captured steps, where there is one and nobody has it.
+        """The cache of captured steps for a text that begins by itself, where there is one and nobody has it.
 
         Its slots in the pool stay its own, so that they are the same on ranks that do not capture. In company it
         goes on there if steps of several texts are captured, else with this cache, uncaptured.

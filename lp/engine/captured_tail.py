@@ -119,7 +119,7 @@ class _Inputs(NamedTuple):
 
     @classmethod
     def sizes(cls, texts: int, nodes: int, bucket: int) -> list[int]:
-        """Int64s of every part."""
+        """Number of int64s that every part has, in order."""
         return [
             texts * (HEADER + nodes),
             texts * NUM_NUMBERS,

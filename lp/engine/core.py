@@ -62,17 +62,17 @@ class Handle:
 
     @property
     def done(self) -> bool:
-        """It has ended, in whatever way."""
+        """Whether the text has ended, in whatever way."""
         return self.output is not None or self.error is not None
 
     @property
     def num_cached(self) -> int:
-        """Tokens that are cached; 0 of a text that takes no steps."""
+        """Number of tokens whose keys and values are cached; 0 where the text takes no steps."""
         return self.generation.cache.length if self.generation else 0
 
     @property
     def tokens(self) -> list[int]:
-        """Generated so far, or until it failed."""
+        """Token ids that were generated so far, or until the text failed."""
         return self.generation.tokens[: self.generation.delivery.num_kept] if self.generation else self._tokens
 
     def end(self, output: GenerationOutput | None, error: BaseException | None = None) -> None:

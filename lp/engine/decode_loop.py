@@ -148,7 +148,7 @@ class Generation:
 
     @property
     def tokens(self) -> list[int]:
-        """Generated so far."""
+        """Token ids that were generated so far."""
         return self.text[len(self.request.prompt) :]
 
     def output(self, reason: Stop, prefill_s: float, decode_s: float) -> GenerationOutput:
@@ -350,7 +350,7 @@ class Generation:
             self.failures.attempt(merge, in_any_case=True)
 
     def _header(self, common: DraftTree, slices: WindowSlices) -> Header:
-        """What this rank's message begins with."""
+        """The beginning of this rank's message: what ranks must agree in before its tree is read."""
         if not self.context.alone:  # a single rank has none to differ from
             widths = slices.num_nodes.tolist()
             shape = [self.budget.step_tokens, *widths, *self.catch_up_counts.tolist()]

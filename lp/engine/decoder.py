@@ -271,11 +271,11 @@ class Decoder:
         )
 
     def computing(self) -> AbstractContextManager[None]:
-        """Around what runs the model."""
+        """A context that whatever runs the model must be in, whose device is the current one."""
         return computing_on(self.model.device)
 
     def complete(self, output: GenerationOutput, request: Request) -> None:
-        """Add what was asked for besides the tokens."""
+        """Add to the output what was asked for besides the tokens."""
         output.attention = self.attention
         output.exact = self.exact
         output.threads = torch.get_num_threads() if self.model.device.type == "cpu" else 0
@@ -338,7 +338,7 @@ class Decoder:
                 logger.warning(line)
 
     def _seeded(self, sampling: SamplingParams | None, seed: int | None) -> SamplingParams | None:
-        """With no seed in either, rank 0 draws one for all; ranks that need none take part too."""
+        """Give the sampling a seed: where it has none, rank 0 draws one for all; ranks that need none take part too."""
         if sampling is not None and sampling.seed is None and seed is not None:
             sampling = replace(sampling, seed=seed)
         wanted = sampling is not None and sampling.seed is None and not sampling.greedy

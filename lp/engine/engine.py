@@ -138,12 +138,12 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        """Texts that have not begun."""
+        """Number of texts that have not begun."""
         return len(self._core.waiting)
 
     @property
     def running(self) -> int:
-        """Texts that take steps."""
+        """Number of texts that take steps now."""
         return len(self._core.running)
 
     def step(self) -> bool:
@@ -230,7 +230,7 @@ def longest_text(decoder: StepDecoder) -> int:
 
 
 def slots_within_memory(decoder: StepDecoder, slots: int) -> int:
-    """As many of these cache slots as there is memory for on every rank."""
+    """How many of these cache slots there is memory for on every rank."""
     runner = decoder.runner
     with decoder.computing():
         free, each = free_bytes(runner.device), slot_bytes(runner.known_kinds)

@@ -80,7 +80,7 @@ class DeferredSignals:
 
     @property
     def requested(self) -> bool:
-        """Whether one has come."""
+        """Whether a signal has come, and the step's end is to raise it."""
         return bool(self.received)
 
     def begin_step(self) -> None:
@@ -128,7 +128,7 @@ class SignalsOfSteps(DeferredSignals):
         self._requested = False
 
     def begin_step(self) -> None:
-        """What has come ends the texts of this step."""
+        """Take note of signals that have come: they end the texts of the step that begins."""
         self._requested = bool(self.received)
 
     @property

@@ -204,7 +204,7 @@ class Journal:
         return name
 
     def _begin(self, decoder: Decoder, model: str, call: dict[str, Any]) -> _Text:
-        """A text, and what is left to generate of it.
+        """Check a call and find its text in the journal: what is there already, and what is left to generate.
 
         Args:
             decoder: decoder that generates the text.
@@ -295,7 +295,7 @@ class Journal:
         return json.dumps({"error": f"journal {self.path} {reason}"})
 
     def _write_of(self, name: str, line: dict[str, Any]) -> None:
-        """A line of this text."""
+        """Append a line of this text to the file."""
         self._write(line if name == self._named else {**line, "of": name})
         self._named = name
 

@@ -149,7 +149,7 @@ class LookaheadDecoder(BatchDecoder):
 
     @property
     def noisy_guesses(self) -> bool:
-        """The window's policy."""
+        """Whether the window's guesses are drawn under the sampler's noise, as drafts of sampled text should be."""
         return self.config.ablation.window_noise
 
     @property

@@ -61,7 +61,7 @@ class StepTimer:
         self.exchange.total_s += seconds
 
     def seconds(self) -> tuple[float, float, float]:
-        """In the model, in collectives, and on the host."""
+        """Seconds of the step so far: in the model, in collectives, and on the host."""
         forward_s, exchange_s = self.forward.total_s, self.exchange.total_s
         host_s = time.perf_counter() - self._started - forward_s - exchange_s - self.callback.total_s
         return forward_s, exchange_s, host_s
@@ -93,7 +93,7 @@ class StepStats(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """All of it."""
+        """Seconds of the whole step."""
         return self.forward_s + self.exchange_s + self.host_s
 
 
@@ -137,7 +137,7 @@ class GenerationOutput:
 
     @property
     def steps(self) -> int:
-        """Decode steps."""
+        """Number of decode steps."""
         return len(self.step_stats)
 
     @property

@@ -57,17 +57,17 @@ class PlainDecoder(BatchDecoder):
 
     @property
     def attention(self) -> str:
-        """The backend's name."""
+        """Name of the attention backend."""
         return self.runner.attention
 
     @property
     def steps_with(self) -> ParallelContext:
-        """This replica alone."""
+        """The ranks that a step waits for: those of this replica alone, since others have no part in it."""
         return self.context.replica_alone()
 
     @property
     def most_step_tokens(self) -> int:
-        """One token a step, and padding."""
+        """Most tokens that a step computes: one, and padding."""
         return 1 + self.runner.most_padding
 
     def begin(self, request: Request, texts: int = 1) -> Beginning:
@@ -79,7 +79,7 @@ class PlainDecoder(BatchDecoder):
 
 
 class PlainBudget(FixedBudget):
-    """Every step is plain."""
+    """A budget under which every step is plain."""
 
     idle = True
 
@@ -88,5 +88,5 @@ class NoDrafts(DraftSource):
     """A draft source that plain steps never ask."""
 
     def propose(self, text: Sequence[int], budget: int, window: WindowDrafts, price: TokenPrice | None, /) -> DraftTree:
-        """No draft token."""
+        """An empty tree: plain decoding drafts nothing."""
         return DraftTree()

@@ -96,7 +96,7 @@ class Prefixes:
         return False
 
     def clear(self) -> None:
-        """Give back all."""
+        """Give back every kept cache."""
         while self.drop_oldest():
             pass
 

@@ -55,7 +55,7 @@ class PromptReader:
         self._packed: list[torch.Tensor] = []  # top-k logits of the chunks that are cached so far
 
     def is_cached(self, cache: StaticKVCache) -> bool:
-        """The whole prompt is cached there."""
+        """Whether the cache has the whole prompt, but for its last token, which the first step computes."""
         return cache.length >= len(self.prompt) - 1
 
     def chunk_size(self, cache: StaticKVCache, room: int) -> int:

@@ -159,7 +159,7 @@ class ShardedSampling:
         return everyones.topk(k).values
 
     def _flags(self, heads: torch.Tensor) -> torch.Tensor:
-        """STOP, with the flags of all ranks, and the first one's LENGTH."""
+        """STOP and LENGTH for all ranks: STOP has every rank's flags, and PARTED where states differ; LENGTH is tp 0's."""
         stop = (heads[:, 0] != heads[0, 0]).any() * int(Stop.PARTED)
         for flags in heads[:, 1]:
             stop = stop | flags

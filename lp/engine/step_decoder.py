@@ -42,7 +42,7 @@ class StepDecoder(Decoder, ABC):
 
     @property
     def step_times(self) -> StepTimes | None:
-        """By which its texts decide what steps compute; None where they do not."""
+        """Step times by which its texts decide how many tokens a step computes; None where they do not decide it."""
         return None
 
     def check(self, request: Request) -> None:

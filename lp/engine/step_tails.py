@@ -117,7 +117,7 @@ class StepTails:
         return [messages[place] for place in places]
 
     def go_together(self, passes: Sequence[StepSampler]) -> list[StepSampler]:
-        """Those that one tail can sample, which are like the first of them."""
+        """The passes that one tail can sample together: those that sample as the first of them does."""
         able = [own for own in passes if own.sampler.rules is not None and (self.alone or not own.sharded)]
         noise = {own.sampler.noise.shape for own in able[:1] if own.sampler.noise}
         together = []

@@ -139,7 +139,7 @@ class Accelerated:
         return inspect.signature(self._transformers)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As `generate` of transformers."""
+        """Generate as the model's own `generate` would: through lp where the call allows it, else by transformers."""
         if kwargs.get("custom_generate") is not None or kwargs.get("continuous_batching_config") is not None:
             return self._transformers(*args, **kwargs)
         try:
@@ -159,7 +159,7 @@ class Accelerated:
         return self._decoder
 
     def forget(self) -> None:
-        """Free what is held."""
+        """Free the decoder and caches that are held for further calls."""
         if self._decoder is not None:
             release(self._decoder.model)
             self._decoder = None

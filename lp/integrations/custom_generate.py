@@ -185,7 +185,7 @@ class Plan:
             }
 
         def decode(calls: list[dict[str, Any]]) -> list[GenerationOutput]:
-            """One prompt alone takes captured steps, where there are any."""
+            """Decode all prompts of the batch; one prompt alone takes captured steps, where there are any."""
             return [decoder.generate(**calls[0])] if len(calls) == 1 else generate_together(decoder, calls)
 
         new = max(stops.max_length - input_ids.shape[1], 1)  # criteria are asked behind a token
@@ -221,13 +221,13 @@ class Plan:
 
 @dataclass(frozen=True)
 class _Stops:
-    """When texts end.
+    """What ends the texts of a call, and whether ended ones are padded.
 
     Attributes:
-        eos: token ids.
+        eos: ids of the tokens that end a text.
         max_length: most tokens of a text: the prompt, padding included, and what is generated.
-        criteria: all others, subclasses of transformers' criteria among them.
-        pads: a sequence that has ended is padded, as transformers does where a criterion has an `eos_token_id`.
+        criteria: all other criteria, subclasses of transformers' own among them.
+        pads: whether an ended sequence is padded, as transformers does where a criterion has an `eos_token_id`.
     """
 
     eos: list[int]
@@ -237,7 +237,7 @@ class _Stops:
 
     @classmethod
     def of(cls, criteria: Iterable[StoppingCriteria], config: GenerationConfig) -> _Stops:
-        """Those of a call: what the config says of EOS and length is left out where the caller gave such a criterion.
+        """What ends the texts of a call; the caller's criteria replace what the config says of EOS and length.
 
         Transformers hands over the caller's criterion in the place of the one that it makes of the config.
         """
@@ -343,7 +343,7 @@ def _paddings(input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: d
 
 
 def _by_step(texts: list[torch.Tensor | None], device: torch.device) -> tuple[torch.FloatTensor, ...] | None:
-    """From (new tokens, V) a prompt to transformers' T times (B, V), in float32; zeros behind the end of a text."""
+    """Turn each prompt's (new tokens, V) into transformers' T times (B, V), float32; zeros behind the end of a text."""
     given = [logits.to(device, torch.float32) for logits in texts if logits is not None]
     return tuple(pad_sequence(given)) if given else None
 

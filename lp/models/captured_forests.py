@@ -50,7 +50,7 @@ class CapturedForests:
 
     @property
     def captures(self) -> bool:
-        """Whether steps are captured."""
+        """Whether steps of several texts are captured, or run one operation at a time."""
         return not self._given_up and captures_forests(self.runner, self.pool.capacity)
 
     def replays(self, cache: StaticKVCache) -> bool:

@@ -41,7 +41,7 @@ class BlockShape(NamedTuple):
 
     @property
     def sizes(self) -> list[int]:
-        """Int64s of every part of `StepInputs`."""
+        """Number of int64s that every part of `StepInputs` has, in order."""
         words = -(-self.bucket // BITS)
         return [*[self.bucket] * 5, self.moves, self.moves, 4 * self.places, self.bucket * words]
 

@@ -78,7 +78,7 @@ class Excerpt(FewLayers):
 
     @contextlib.contextmanager
     def perturbed(self, noise: float) -> Iterator[None]:
-        """With embeddings that are off by so much of their size."""
+        """Move embeddings by this share of their size within the block, to learn what rounding does."""
         self.noise = noise
         try:
             yield

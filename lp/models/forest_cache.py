@@ -31,7 +31,7 @@ class Stretch(NamedTuple):
 
 
 def pool_slots(stretches: Sequence[Stretch], device: torch.device) -> torch.Tensor | None:
-    """Where in the pool that all sequences lie in the tokens of the pass are written, int64 (T,); None without one."""
+    """Slots of the pool that the tokens of the pass are written to, int64 (T,); None where caches share no pool."""
     first, *others = (cache for _, _, cache in stretches)
     if not first.pool or any(cache.pool is not first.pool for cache in others):
         return None
@@ -58,7 +58,7 @@ class ForestLayer(CacheLayerMixin):
         self.in_parts = in_parts
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """The sequences' layers do it."""
+        """Do nothing: the layers of the sequences' own caches allocate."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
@@ -103,7 +103,7 @@ class ForestLayer(CacheLayerMixin):
         return self.get_max_length()
 
     def reset(self) -> None:
-        """Nothing is kept here."""
+        """Do nothing: the layer keeps nothing of its own."""
 
 
 class ForestCache(Cache):

@@ -343,7 +343,7 @@ class _Mlp:
         self._is_plain_silu = type(self.activation) in SILU and is_unhooked(self.activation)
 
     def activated(self, h_TE: torch.Tensor, kernels: LayerKernels = NO_KERNELS) -> torch.Tensor:
-        """What `down` projects."""
+        """The MLP's hidden states, activated and gated, (T, F): what `down` projects."""
         gate, up = self.gate_up.in_parts(h_TE, 2)
         if kernels.silu_times is not None and self._is_plain_silu:
             return kernels.silu_times(gate, up)
@@ -394,7 +394,7 @@ class _Projection:
         return out
 
     def in_parts(self, x: torch.Tensor, count: int) -> Sequence[torch.Tensor]:
-        """As many parts as there are linear layers, of equal size: (tokens, num_outputs / count) each."""
+        """The outputs as one part for each linear layer, all of one size: (tokens, num_outputs / count) each."""
         if len(self._matrices) == count:
             return self._products(x)
         return self(x).chunk(count, -1)
@@ -420,7 +420,7 @@ def _normed(norm: Norm, x_TE: torch.Tensor, kernels: LayerKernels) -> torch.Tens
 
 
 def _lm_head(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """From (tokens, E) to (tokens, V): the module itself, if it is not plain."""
+    """The function that gives logits, from (tokens, E) to (tokens, V): the module itself, if it is not plain."""
     head: Any = model.lm_head
     if isinstance(head, NoHead):
         return partial(_called, head)
@@ -435,7 +435,7 @@ def _lm_head(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _projection_of(head: ShardedHead, tied: bool) -> Callable[[torch.Tensor], torch.Tensor]:
-    """This rank's part of the logits."""
+    """The function that gives this rank's part of the logits."""
     return partial(_called, head.linear) if tied else _Projection(head, "linear")
 
 

@@ -34,7 +34,7 @@ class _HybridLayer(LinearAttentionLayer, PreallocatedLayer):
         return PreallocatedLayer.get_max_length(self)
 
     def reset(self) -> None:
-        """As of `PreallocatedLayer`."""
+        """The buffers stay; `StaticKVCache.clear` forgets what they hold."""
 
 
 class HybridCache(StaticKVCache):
@@ -75,7 +75,7 @@ class HybridCache(StaticKVCache):
         self.recurrent.commit(token_indices)
 
     def pack(self, token_indices: Sequence[int]) -> torch.Tensor:
-        """As of `StaticKVCache`, then what the step stashed of these tokens; in the widest dtype of all, exactly."""
+        """Pack keys and values of these tokens, then what the step stashed of them; in the widest dtype, so exactly."""
         parts = self.recurrent.pack(token_indices)
         device = parts[0].device
         keys_and_values = [super().pack(token_indices).to(device)] if self.buffers else []

@@ -100,7 +100,7 @@ class _Extent:
         return index
 
     def states(self, kind: StatesKind, index: int) -> torch.Tensor:
-        """Claimed keys or values: (1, G, C, D), of the tensor that all of the kind lie in."""
+        """The buffer of claimed keys or values, (1, G, C, D): a part of the tensor that all of the kind lie in."""
         for buffer in self.buffers[kind]:
             if index < len(buffer):
                 return buffer[index : index + 1]
@@ -263,7 +263,7 @@ class StaticKVCache(Cache):
 
     @property
     def first_slot(self) -> int:
-        """Where in the pool it begins."""
+        """Number of the slot of the pool where the cache begins."""
         return self._extent.first_slot
 
     def first(self, num_tokens: int) -> list[torch.Tensor]:

@@ -27,7 +27,7 @@ class Run(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Behind the last slot."""
+        """Number of the slot right behind the last one."""
         return self.start + self.size
 
 
@@ -44,7 +44,7 @@ class Runs:
 
     @property
     def free(self) -> int:
-        """Free slots."""
+        """Number of free slots."""
         return sum(run.size for run in self._free)
 
     def take(self, size: int) -> Run | None:
@@ -58,7 +58,7 @@ class Runs:
         return Run(found.start, size)
 
     def give_back(self, run: Run) -> None:
-        """These slots are free again."""
+        """Take back slots, which are free again."""
         if not run.size:
             return
         beside = [other for other in self._free if other.end == run.start or other.start == run.end]

@@ -16,11 +16,11 @@ def new_cache(
     known: dict[StatesKind, int] | None = None,
     shapes: Mapping[int, RecurrentShape] | None = None,
 ) -> StaticKVCache:
-    """An empty cache, of KV alone where no layer is recurrent.
+    """Make an empty cache for one text: with recurrent states where layers are recurrent, else of KV alone.
 
     Args:
-        num_layers, capacity, zeroed, deferred, known: see `StaticKVCache`.
-        shapes: see `HybridCache`.
+        num_layers, capacity, zeroed, deferred, known: arguments of `StaticKVCache`.
+        shapes: shape of the recurrent state by layer, for `HybridCache`; None or empty where no layer is recurrent.
     """
     if not shapes:
         return StaticKVCache(num_layers, capacity, zeroed, deferred, known)

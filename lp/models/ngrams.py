@@ -170,7 +170,7 @@ class Observations:
             part.replace(self._state)
 
     def all(self) -> Observed:
-        """All of them."""
+        """Every observation so far."""
         return Observed(self.contexts[: self.count], self.tokens[: self.count], self.probs[: self.count])
 
 
@@ -272,7 +272,7 @@ def _of_length(observed: Observed, length: int) -> Observed:
 
 
 def _means(observed: Sequence[Observed], vocabulary: int, max_contexts: int, num_logits: int) -> Contexts:
-    """Logits of the mean probabilities behind the contexts that came most often, the most frequent first."""
+    """Put observations together: the contexts that came most often, each with its mean probabilities as logits."""
     all_contexts, tokens, probs = (np.concatenate(each) for each in zip(*observed, strict=True))
     contexts, of_context, counts = np.unique(all_contexts, axis=0, return_inverse=True, return_counts=True)
     often = np.argsort(-counts, kind="stable")[:max_contexts]

@@ -217,7 +217,7 @@ def _plain(excerpt: Excerpt, prefix: list[int], nodes: list[int], off: float) ->
 
 
 def _off(runner: StepRunner, model: PreTrainedModel) -> float:
-    """By what share of themselves embeddings are moved, to learn what rounding does in this model."""
+    """The share of their size by which embeddings are moved, to learn what rounding does in this model."""
     if not runner.exact:
         return ROUNDINGS[False] * INT8
     if model.dtype in PRECISE:

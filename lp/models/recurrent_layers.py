@@ -194,7 +194,7 @@ def _convolved(
 
 
 def _by_head(x_TC: torch.Tensor, size: int) -> torch.Tensor:
-    """(heads, T, size)."""
+    """Split channels into heads of this size: (heads, T, size)."""
     x_HTD: torch.Tensor = x_TC.unflatten(1, (-1, size)).transpose(0, 1)
     return x_HTD
 

@@ -85,7 +85,7 @@ class Stash(NamedTuple):
         ]
 
     def of(self, tokens: torch.Tensor | slice) -> Stash:
-        """Some tokens of it."""
+        """The stash of these tokens alone."""
         return Stash(*(part[:, :, tokens] for part in self))
 
 
@@ -151,7 +151,7 @@ class _Group:
         self.stash = self.stashes[room]
 
     def advance(self, path: Stash) -> None:
-        """Go on along a path."""
+        """Go on along a path: the state becomes that behind its last token."""
         if self.shape.heads:
             left, right = (
                 part.repeat_interleave(self.shape.heads // part.shape[1], 1) for part in (path.left, path.right)

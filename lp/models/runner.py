@@ -620,7 +620,7 @@ class PassLogits(NamedTuple):
     step: CapturedStep | None = None
 
     def each(self) -> list[torch.Tensor]:
-        """Those of every sequence."""
+        """The logits of every sequence, each (its count, V)."""
         return list(self.rows[: sum(self.counts)].split(self.counts))
 
 
@@ -643,7 +643,7 @@ def _joined(rows: Sequence[Sequence[int] | np.ndarray]) -> Sequence[int] | np.nd
 
 
 def _parents_of(visible: np.ndarray) -> np.ndarray:
-    """For each token of a tree, the last one before it that it sees; -1 for none."""
+    """The parent of each token of a tree: the last one before it that it sees; -1 for none."""
     tokens = np.arange(len(visible))
     parents: np.ndarray = np.where(visible & (tokens < tokens[:, None]), tokens, -1).max(1)
     return parents

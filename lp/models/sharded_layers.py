@@ -113,7 +113,7 @@ class ShardedHead(nn.Module):
 
     @property
     def bias(self) -> torch.Tensor | None:
-        """This rank's part."""
+        """This rank's part of the bias, (V / T,); None without one."""
         return self.linear.bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -49,7 +49,7 @@ class SkippedLayer(nn.Module):
 
 
 class NoHead(nn.Module):
-    """In place of the LM head: what it is given are the logits.
+    """Takes the place of the LM head where no logits are needed: it returns what it is given.
 
     Args:
         dtype: dtype of a weight, which some models ask for.

@@ -116,7 +116,7 @@ def inexact_quantisation(config: Any) -> str | None:
 
 
 def logit_rounding(model: Any) -> float:
-    """By what share of the largest logit the logits of a token may differ with the tokens beside it, and no more.
+    """Share of the largest logit by which a token's logits may differ with the tokens beside it, and no more.
 
     It is the root of the precision that the model computes in, half of the digits: kernels for other numbers of tokens
     round differently. A trained model of 30 layers differs from itself, one token a pass against eight, by 3e-6 in

@@ -160,12 +160,12 @@ def parts_of(model: PreTrainedModel, replica: Replica, styles: Mapping[str, str]
 
 
 def style_of(name: str, styles: Mapping[str, str]) -> str | None:
-    """What the plan does with a module; None if it does not name it."""
+    """How the plan divides a module, by the plan's own name for it; None if it does not name the module."""
     return styles.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
 
 
 def division_of(name: str, styles: Mapping[str, str]) -> str | None:
-    """How a module is divided: COLUMNS, ROWS, EXPERTS, or not at all."""
+    """How lp divides a module: COLUMNS, ROWS, EXPERTS; None: every rank has all of it."""
     style = style_of(name, styles)
     path, _, last = name.rpartition(".")
     if style == "gathered":

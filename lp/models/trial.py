@@ -152,7 +152,7 @@ def planted(nodes: Sequence[int]) -> list[Fault]:
 
 
 def tokens_of(model: PreTrainedModel) -> list[int]:
-    """From the middle of the vocabulary: special tokens lie at its ends."""
+    """Token ids for the trial's step, from the middle of the vocabulary: special tokens lie at its ends."""
     vocabulary = embedded_tokens(model)
     return [vocabulary // 4 + 37 * i % max(vocabulary // 2, 1) for i in range(PREFIX + len(PARENTS))]
 

@@ -95,7 +95,7 @@ class ModelView:
         return copied
 
     def _is_copied(self, module: nn.Module, attributes: dict[str, Any]) -> bool:
-        """Whether a module has a copy even if none of its own modules has."""
+        """Whether the view needs a copy of a module for what the module itself has, whatever its own modules have."""
         settings = (PretrainedConfig, Replica)
         knows = "sliding_window" in attributes or any(isinstance(v, settings) for v in attributes.values())
         return knows or self._replaced(module) is not None

@@ -78,15 +78,15 @@ def _name(message: np.ndarray) -> str:
 
 
 def check_same(ranks: RankGroup, call: str, items: Mapping[str, int]) -> None:
-    """Compare named digests over the ranks.
+    """Compare digests of what all ranks must have alike, and refuse ranks that differ.
 
     Args:
-        ranks, call: see `exchange`.
-        items: the same names on every rank that makes this call.
+        ranks, call: arguments of `exchange`.
+        items: digests by name; every rank that makes this call has the same names.
 
-    Raises:
-        ValueError: names the ranks that differ from rank 0 and the first item that does.
-        CallsDiffer: as `exchange`.
+        Raises:
+            ValueError: names the ranks that differ from rank 0 and the first item that does.
+            CallsDiffer: some rank makes another call.
     """
     gathered = exchange(ranks, call, list(items.values()))  # (R, items)
     for column, item in enumerate(items):

@@ -145,7 +145,7 @@ class ParallelContext:
 
     @property
     def is_main(self) -> bool:
-        """Rank 0 alone prints and writes."""
+        """Whether this is rank 0, which alone prints and writes files."""
         return self.ranks.rank == 0
 
     @property

@@ -103,7 +103,7 @@ class MessageShape:
 
     @cached_property
     def size(self) -> int:
-        """P, int64s of the message."""
+        """P, the number of int64s of a message."""
         return HEADER + self.nodes * (1 + self.num_logits)
 
     def room(self, ranks: int) -> RankTrees:
@@ -370,7 +370,7 @@ def _largest_gap(tokens, logits, rank):  # type: ignore[no-untyped-def]
 
 @jit
 def _gap(tokens, logits, one, other):  # type: ignore[no-untyped-def]
-    """By how much two ranks' logits differ at least, for the best tokens of either; inf beside a NaN.
+    """The least by which two ranks' logits differ, for the best tokens of either; inf beside a NaN.
 
     Args:
         tokens, logits: (R, NUM_BEST).

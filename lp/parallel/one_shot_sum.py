@@ -64,7 +64,7 @@ class OneShotSum:
 
 
 def by_symmetric_memory(group: dist.ProcessGroup, device: torch.device) -> OneShotSum:
-    """With torch's kernel.
+    """Make sums by torch's kernel over symmetric memory, for the ranks of a group.
 
     Raises:
         RuntimeError: the device is no GPU, or torch says why there is none for this group.

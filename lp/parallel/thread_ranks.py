@@ -27,7 +27,7 @@ class Lockstep:
     def trade(
         self, rank: int, call: str, mine: torch.Tensor, timeout_s: float | None
     ) -> list[tuple[str, torch.Tensor]]:
-        """What every rank gives, copied."""
+        """Give a tensor, wait for all ranks, and get copies of what every rank gave, with the call that it is in."""
         self.given[rank] = call, mine
         self.barrier.wait(timeout_s)
         everyone = [(call, tensor.clone()) for call, tensor in self.given]

@@ -59,7 +59,7 @@ class Grammar(Protocol):
     text: str
 
     def matcher(self, eos: Sequence[int]) -> Matcher:
-        """At the beginning of a text that one of these tokens ends."""
+        """A matcher at the beginning of a text that one of these tokens ends."""
         ...
 
 

@@ -70,7 +70,7 @@ class GrammarCompiler:
         return self._grammar("json_schema", text, lambda: schema_to_lark(text))
 
     def json(self) -> LLGrammar:
-        """Any JSON."""
+        """The grammar of any JSON value."""
         return self.json_schema(True)
 
     def regex(self, pattern: str) -> LLGrammar:
@@ -131,7 +131,7 @@ def _tokens_of(tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> Any:
 
 
 class _DeadEndError(GrammarError):
-    """No token may follow."""
+    """Raised where a grammar goes on with what the model has no token for."""
 
 
 class LLGrammar:
@@ -166,7 +166,7 @@ class LLGrammar:
                 raise UserError("no text follows it that the model can write; mend it")
 
     def matcher(self, eos: Sequence[int]) -> Matcher:
-        """At the beginning of a text that one of these tokens ends."""
+        """A matcher at the beginning of a text that one of these tokens ends."""
         matcher = _Matcher(self._start.deep_copy(), eos, [*self._tokens.eos_tokens], self._vocabulary, self._forces)
         if self._marked is None or self._words is None:
             return matcher

@@ -61,7 +61,7 @@ class Language:
         return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
 
     def is_empty(self) -> bool:
-        """Whether there is none."""
+        """Whether the language has no text."""
         return has_no_text(self._right_side)
 
 

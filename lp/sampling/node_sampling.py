@@ -178,7 +178,7 @@ class CallRules(NamedTuple):
 
     @classmethod
     def of(cls, rules: Sequence[ScoreRules], noise: bool) -> CallRules:
-        """For these texts, which have one `functions_key`."""
+        """The rules of one call that samples these texts, all of which have the same `functions_key`."""
         operations = Operation.NONE
         for own in rules:
             operations |= own.operations

@@ -41,7 +41,7 @@ def gumbel_of(bits):
 
 @triton.jit
 def _fill_noise_kernel(noise_base, rows_base, keys_base, vocabulary, BLOCK: tl.constexpr):
-    """Grid (blocks of tokens, rows)."""
+    """Write a row's noise for a block of tokens; the grid is (blocks of tokens, rows)."""
     row = tl.load(rows_base + tl.program_id(1))
     if row >= 0:
         key = tl.load(keys_base + tl.program_id(1))
@@ -51,7 +51,7 @@ def _fill_noise_kernel(noise_base, rows_base, keys_base, vocabulary, BLOCK: tl.c
 
 
 def launch_fill_noise(noise_SV: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor) -> None:
-    """Arguments as those of `lp.sampling.noise.fill_noise`."""
+    """Write noise into rows of a tensor; the arguments are those of `lp.sampling.noise.fill_noise`."""
     vocabulary = noise_SV.shape[1]
     grid = triton.cdiv(vocabulary, BLOCK), len(rows)
     assert noise_SV.is_contiguous() and rows.is_contiguous() and keys.is_contiguous()

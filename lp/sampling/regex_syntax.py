@@ -27,14 +27,14 @@ Ranges: TypeAlias = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Chars:
-    """One character of a set."""
+    """A node of an expression: one character of a set."""
 
     ranges: Ranges
 
 
 @dataclass(frozen=True)
 class Seq:
-    """One part after the other."""
+    """A node of an expression: its parts, one after the other."""
 
     parts: tuple[Node, ...] = ()
 
@@ -48,7 +48,7 @@ class Alt:
 
 @dataclass(frozen=True)
 class Repeat:
-    """A part so many times."""
+    """A node of an expression: its part at least and at most so many times."""
 
     part: Node
     least: int
@@ -111,7 +111,7 @@ def united(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def inverted(ranges: Ranges) -> Ranges:
-    """All other characters."""
+    """All characters but these."""
     bounds = [-1, *(bound for part in united(ranges) for bound in part), LAST + 1]
     return united((bounds[at] + 1, bounds[at + 1] - 1) for at in range(0, len(bounds), 2))
 
@@ -185,11 +185,11 @@ class Reader:
         self._levels = 0
 
     def _error(self, what: str) -> UserError:
-        """What is not taken, and where."""
+        """The error that says what is not taken, and where in the pattern."""
         raise NotImplementedError
 
     def _sequence(self) -> Node:
-        """One alternative."""
+        """Read one alternative: parts one after the other, up to a bar or the end."""
         raise NotImplementedError
 
     def _peek(self, count: int = 1) -> str:
@@ -507,7 +507,7 @@ NOTHING = r"[^\x{0}-\x{10ffff}]"  # matches no character
 
 
 def raw(ranges: Ranges) -> str:
-    """A character as it is."""
+    """The pattern of one character of these, for Lark."""
     if not ranges:
         return NOTHING
     if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
@@ -640,5 +640,5 @@ def names(node: Node) -> set[str]:
 
 
 def joined(parts: Sequence[Node]) -> Node:
-    """One after the other."""
+    """The node of these parts one after the other."""
     return parts[0] if len(parts) == 1 else Seq(tuple(parts))

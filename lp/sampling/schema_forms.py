@@ -148,7 +148,7 @@ class List:
     places: Places = field(default=(), compare=False)
 
     def item(self, index: int) -> Demand:
-        """What an item follows."""
+        """The demand that the item at this index follows."""
         return self.first[index] if index < len(self.first) else self.rest
 
     def joined(self, other: List) -> List | None:
@@ -222,19 +222,19 @@ FORMS: dict[str, Union] = {
 
 
 def all_forms(types: Iterable[str] = TYPES) -> Union:
-    """Every value of some types."""
+    """The union of every value of these types."""
     return tuple(form for name in types for form in FORMS[name])
 
 
 def type_of(form: Form) -> str:
-    """The type of its values."""
+    """JSON's name of the type that a form's values have."""
     if isinstance(form, Value):
         return type_of_value(form.value)
     return {Number: "number", Text: "string", List: "array", Object: "object"}[type(form)]
 
 
 def type_of_value(value: Any) -> str:
-    """The type of a JSON value."""
+    """JSON's name of the type that a value has."""
     match value:
         case None:
             return "null"

@@ -159,7 +159,7 @@ class Rewriting:
     # --- unions
 
     def both(self, one: Union, other: Union) -> Union:
-        """The values of two unions."""
+        """The union of the values that both unions have."""
         if one == all_forms():
             return other
         if other == all_forms():
@@ -221,7 +221,7 @@ class Rewriting:
             self._never_open.remove(demand)
 
     def complement(self, union: Union, pointer: str) -> Union:
-        """All other values."""
+        """The union of all values that a union has not."""
         made: list[Form] = []
         for name in TYPES:
             own = [form for form in union if type_of(form) == name]

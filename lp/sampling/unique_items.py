@@ -49,11 +49,11 @@ class Words:
         return low, bisect_right(self._sorted, prefix, low, high, key=lambda data: data[: len(prefix)])
 
     def between(self, low: int, high: int) -> list[int]:
-        """The tokens at some places."""
+        """The tokens at these places of the sorted vocabulary."""
         return self._order[low:high]
 
     def named(self, data: bytes, low: int, high: int) -> list[int]:
-        """The tokens of these bytes."""
+        """The tokens that have exactly these bytes."""
         return self._order[bisect_left(self._sorted, data, low, high) : bisect_right(self._sorted, data, low, high)]
 
     @cached_property

@@ -69,8 +69,10 @@ KEEPERS = {
     "accelerate": "launch.bench.baselines",
 }
 FORBIDDEN = {"lp.draft": ["transformers", "torch.distributed"]}
-# Fragments that are glued to a line above them, or to another docstring.
+# Fragments that are glued to a line above them, or to another docstring; and those that go on from their own name,
+# which only a test's may, since its name is a sentence.
 DOCSTRING_FRAGMENT = re.compile(r"(The same|As above|Of|That|L\.)(?!\w)|\S*$")
+NAME_FRAGMENT = re.compile(r"(As|At|And|By|Behind|For|From|In|Into|Not|On|Those|To|Whose|With|Without)\b")
 ENTRY_FRAGMENT = re.compile(r"(?i:of|as|that|those|in|from|among|likewise|for|on|to|behind|before|so many|so long)\b")
 
 
@@ -208,12 +210,14 @@ def fragments(path: Path) -> list[str]:
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         section = ""
+        is_test = getattr(node, "name", "").startswith("test_")
         for i, line in enumerate((ast.get_docstring(node) or "").splitlines()):
             if line and not line.startswith(" "):
                 section = line
             entry = re.match(r" {4}\*{0,2}\w+(?:, \*{0,2}\w+)*: (.*)", line)
             glued = entry and section in ("Args:", "Attributes:") and ENTRY_FRAGMENT.match(entry[1])
-            if glued or (i == 0 and DOCSTRING_FRAGMENT.match(line)):
+            starts = (DOCSTRING_FRAGMENT,) if is_test else (DOCSTRING_FRAGMENT, NAME_FRAGMENT)
+            if glued or (i == 0 and any(start.match(line) for start in starts)):
                 found.append(f"{path.name}:{node.body[0].lineno + i}: {line.strip()}")
     return found
 
@@ -222,6 +226,29 @@ def test_docstrings_stand_alone() -> None:
     """A line such as "runner: of the model" says nothing to a reader of that line, as in an editor's hint."""
     files = python_files("lp", "launch", "scripts", "tests")
     assert not [fragment for path in files for fragment in fragments(path)]
+
+
+@pytest.mark.parametrize(
+    ("source", "is_fragment"),
+    [
+        ('def f():\n    """Of every node."""', True),
+        ('def f():\n    """The same of one group."""', True),
+        ('def f():\n    """L."""', True),
+        ('class A:\n    """Those of every sequence."""', True),
+        ('def f():\n    """On rank 0; the others wait."""', True),
+        ('def f(runner):\n    """Take a step.\n\n    Args:\n        runner: of the model.\n    """', True),
+        ('class A:\n    """A step.\n\n    Attributes:\n        k, v: as in attention.\n    """', True),
+        ('def f(runner):\n    """Take a step.\n\n    Args:\n        runner: runs the model.\n    """', False),
+        ('def f():\n    """Sampled token of every node, int64 (T,)."""', False),
+        ('def test_f():\n    """On rank 0 alone the file is written."""', False),  # a test's name begins the sentence
+        ('def test_f():\n    """The same of Mamba-2."""', True),
+    ],
+)
+def test_a_fragment_is_seen(source: str, is_fragment: bool, tmp_path: Path) -> None:
+    """The check above must not pass because it looks past a docstring."""
+    path = tmp_path / "planted.py"
+    path.write_text(source)
+    assert bool(fragments(path)) == is_fragment
 
 
 def test_launch_has_no_twins_by_name() -> None:

@@ -93,7 +93,7 @@ def test_a_planted_fault_is_found(fault: Callable[[pytest.MonkeyPatch], None], r
 
 
 def _far_mask(patch: pytest.MonkeyPatch) -> None:
-    """Behind many cached rows every row of a step sees all the others, whosever branch they are."""
+    """Every row of a step sees all the others, whosever branch they are, once many rows are cached."""
     block = flash._on_cpu
 
     def leaky(q: Any, k: Any, v: Any, mask: Any, scale: Any) -> Any:
@@ -109,7 +109,7 @@ def _far_merge(patch: pytest.MonkeyPatch) -> None:
 
 
 def _far_commit(patch: pytest.MonkeyPatch) -> None:
-    """Behind many cached rows the last accepted row keeps the KV of the row that lay in its place."""
+    """The last accepted row keeps the KV of the row that lay in its place, once many rows are cached."""
     _stale(patch, SHORT)
 
 

@@ -45,13 +45,11 @@ class ToyMatcher:
         self._text: list[int] = []
 
     def accept(self, token: int) -> bool:
-        """As `lp.sampling.grammar.Matcher`."""
         taken = not self.ended and token in self._grammar.allowed(self._text)
         self._text += [token] if taken else []
         return taken
 
     def rollback(self, count: int) -> None:
-        """As `lp.sampling.grammar.Matcher`."""
         assert 0 <= count <= len(self._text)
         del self._text[len(self._text) - count :]
 
@@ -61,14 +59,12 @@ class ToyMatcher:
         return bool(self._text) and self._text[-1] in self._eos
 
     def allowed(self, mask: torch.Tensor) -> None:
-        """As `lp.sampling.grammar.Matcher`."""
         bits = [0] * mask.shape[0]
         for token in self._grammar.allowed(self._text):
             bits[token // 32] |= 1 << token % 32
         mask.copy_(torch.tensor([word - (1 << 32) * (word >> 31) for word in bits], dtype=torch.int32))
 
     def forced(self) -> list[int]:
-        """As `lp.sampling.grammar.Matcher`."""
         text = list(self._text)
         while len(text) < len(self._text) + MOST_FORCED and not (text and text[-1] in self._eos):
             only = self._grammar.allowed(text)

@@ -41,7 +41,7 @@ class Verdict:
 
 
 def function_program(prompt: Prompt, text: str) -> str:
-    """The function, completed and cut behind its body, or as a chat model writes it: whole, in a fence."""
+    """The program that tests a completed function, cut behind its body, or taken whole from a chat's fence."""
     fenced = FENCE.search(text)
     # The prompt's docstring is a body, so what the fence has replaces the function and keeps the imports.
     body = f"\n{fenced[1]}" if fenced else BEHIND_FUNCTION.split(text, maxsplit=1)[0]
@@ -49,7 +49,7 @@ def function_program(prompt: Prompt, text: str) -> str:
 
 
 def asserts_program(prompt: Prompt, text: str) -> str:
-    """The program in the first fence, or the whole text."""
+    """The program that tests an answer by its asserts: the code of the first fence, or the whole text."""
     setup = prompt.fields.get("test_setup_code") or ""
     return "\n".join([_code(text), setup, *prompt.fields["test_list"]]) + "\n"
 

@@ -79,7 +79,7 @@ class PoolFactory(SourceFactory):
         return self._ngrams_digest
 
     def call_ended(self, is_main: bool) -> None:
-        """Write the session's file."""
+        """Write the session's tables to its file, on rank 0, so that the next process has them."""
         if self.tables is None or self.config.pool_file is None or not is_main:
             return
         try:
@@ -95,7 +95,7 @@ class PoolFactory(SourceFactory):
         return min(self.config.pool_mib, 1 + needed)
 
     def _session_tables(self, vocabulary_size: int) -> Tables:
-        """From the file if there is one; a folder that is missing is refused before a text is generated."""
+        """The tables that a session begins with, read from its file if there is one; a missing folder is refused."""
         file = self.config.pool_file
         tables = fresh_tables(self.config, vocabulary_size)
         if file and Path(file).exists():

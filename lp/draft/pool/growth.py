@@ -65,7 +65,7 @@ class Proposal(NamedTuple):
 
     @classmethod
     def room(cls, nodes: int) -> Proposal:
-        """For a share of so many nodes."""
+        """Allocate room for a proposal whose share has at most so many nodes."""
         ints = (compiled_zeros(size, "i8") for size in (nodes, nodes, TRUNK_NODES, TRUNK_NODES))
         tokens, parents, *trunk = ints
         return cls(tokens, parents, compiled_zeros(nodes, "f8"), *trunk)

@@ -42,7 +42,7 @@ class LastStep(NamedTuple):
 
 
 def new_last_step(nodes: int) -> LastStep:
-    """Room for so many nodes."""
+    """Allocate room for the last step of so many nodes."""
     return LastStep(
         counts=compiled_zeros(2, "i8"),
         samples=NO_SAMPLES,

@@ -123,7 +123,7 @@ def new_predictor(
 
 @jit
 def uniform(bits):
-    """As lp.sampling.noise has it: never 1, however many bits are set."""
+    """The number in (0, 1) that 64 random bits stand for, as lp.sampling.noise has it: never 1, whatever is set."""
     return min((float(bits >> S11) + 0.5) * 2.0**-53, BELOW_1)
 
 

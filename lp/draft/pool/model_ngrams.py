@@ -54,7 +54,7 @@ class ModelNgrams(NamedTuple):
 
     @classmethod
     def of(cls, file: np.ndarray | None) -> ModelNgrams:
-        """Those of a file, or none."""
+        """Model n-grams for compiled functions, from the contents of a file; None gives none."""
         if file is None:
             file = np.array([MARK, 0, WAYS, 0] + [0] * WAYS, np.int64)
         _, _, rows, num_logits = file[:HEADER].tolist()

@@ -180,7 +180,7 @@ def _learn(tables, predictor, text, ngrams, length, weights_too, text_too):  # t
 
 
 def _compiled_samples(samples: StepSamples) -> Samples:
-    """Without a copy, where it has arrays."""
+    """A step's samples as compiled functions take them; arrays are not copied."""
     ints = (samples.tokens, samples.positions, samples.parents, samples.sampled, samples.starts)
     tokens, positions, parents, sampled, starts = (compiled_array(np.asarray(each, np.int64)) for each in ints)
     packed = samples.packed

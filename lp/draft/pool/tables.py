@@ -98,7 +98,7 @@ def _power_below(count: int) -> int:
 
 
 def new_context() -> Context:
-    """An empty one."""
+    """Allocate room for a context: the last tokens of a text, and their hashes."""
     return Context(compiled_zeros(MAX_CONTEXT, "i8"), compiled_zeros(MAX_CONTEXT + 1, "u8"))
 
 
