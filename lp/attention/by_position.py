@@ -111,7 +111,7 @@ def _of_sequence(
 def _tile(
     q_GRTD: torch.Tensor, k_GND: torch.Tensor, v_GNE: torch.Tensor, places: KeyPlaces, start: int, end: int
 ) -> _Sums:
-    """The sums over one tile of cached keys, `start` on: those that lie below each token's A(p), which is at most `end`."""
+    """The sums over one tile of cached keys, from `start` on: those below each token's A(p), which is at most `end`."""
     kv_heads, repeats, num_tokens, dim = q_GRTD.shape
     keys = slice(start, min(start + TILE, end))  # others may be no numbers, which no weight of 0 would hide
     k_GSD, v_GSE = (F.pad(part[:, keys], (0, 0, 0, start + TILE - keys.stop)) for part in (k_GND, v_GNE))

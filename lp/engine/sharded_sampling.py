@@ -159,7 +159,7 @@ class ShardedSampling:
         return everyones.topk(k).values
 
     def _flags(self, heads: torch.Tensor) -> torch.Tensor:
-        """STOP and LENGTH for all ranks: STOP has every rank's flags, and PARTED where states differ; LENGTH is tp 0's."""
+        """STOP and LENGTH for all ranks: every rank's flags, with PARTED where their states differ; tp 0's length."""
         stop = (heads[:, 0] != heads[0, 0]).any() * int(Stop.PARTED)
         for flags in heads[:, 1]:
             stop = stop | flags
