@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def computing_on(device: torch.device) -> Iterator[None]:
-    """Around what runs a model there. Streams and events are those of the current device, which need not be its own."""
+    """Make a device the current one while a model runs there, since streams and events are the current device's."""
     on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     with torch.inference_mode(), on_device:
         yield
@@ -271,7 +271,7 @@ class Decoder:
         )
 
     def computing(self) -> AbstractContextManager[None]:
-        """A context that whatever runs the model must be in, whose device is the current one."""
+        """A context that whatever runs the model must be in: without gradients, and on the model's device."""
         return computing_on(self.model.device)
 
     def complete(self, output: GenerationOutput, request: Request) -> None:

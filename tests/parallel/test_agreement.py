@@ -27,7 +27,7 @@ from tests.support.workers.calls import CALLS, CONFIG, ENDED, IDS, SEED, ends, e
 
 @pytest.mark.parametrize("name", CALLS)
 def test_both_calls_are_named_on_every_rank(name: str) -> None:
-    """Ranks in different calls must both be told, or one waits for ever; tests/promises/test_faults.py has processes."""
+    """Ranks in different calls must both be told, or one waits for ever; test_faults.py has processes."""
     model = tiny_model()
     assert run_lockstep(2, lambda context: ends(context, name, model)) == [error_of(name)] * 2
 
