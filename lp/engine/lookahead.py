@@ -149,7 +149,7 @@ class LookaheadDecoder(BatchDecoder):
 
     @property
     def noisy_guesses(self) -> bool:
-        """Whether the window's guesses are drawn under the sampler's noise, as drafts of sampled text should be."""
+        """Whether window nodes that no walk can reach are sampled under the noise too; an ablation turns it off."""
         return self.config.ablation.window_noise
 
     @property

@@ -286,7 +286,7 @@ def _drawn_sizes(rng: random.Random, arch: str) -> dict[str, Any]:
 
 
 def _drawn_tp(rng: random.Random, arch: str, ranks: int, overrides: dict[str, Any], wanted: bool) -> int:
-    """How many ranks hold a replica between them: 1 where transformers has no plan to divide the architecture."""
+    """How many ranks hold a replica between them: 1 where there is no plan of how to divide the architecture."""
     config = tiny_config(arch, **overrides)
     plan = getattr(config, "base_model_tp_plan", None)
     if not plan or not {*plan.values()} <= STYLES.keys() or not getattr(config, "num_attention_heads", 0):
