@@ -159,7 +159,8 @@ def forward_by_position(
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(attention_mask, InParts):
-        assert isinstance(key, InParts) and isinstance(value, InParts)
+        if not (isinstance(key, InParts) and isinstance(value, InParts)):
+            raise RuntimeError("the model changes keys or values on their way to its attention function")
         queries = query.split([mask.shape[2] for mask in attention_mask.parts], 2)
         parts = zip(queries, key.parts, value.parts, attention_mask.parts, strict=True)
         return torch.cat([_attend(*part, scale) for part in parts], 1), None

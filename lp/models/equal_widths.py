@@ -25,13 +25,14 @@ from lp.errors import RankLost, UserError
 from lp.models.experts_by_row import experts_of, pad_experts
 from lp.models.few_layers import FewLayers, decoder_layers, first_of_each, kind_of_layer
 from lp.models.kv_cache import StaticKVCache
+from lp.models.latents import BLOCK
 from lp.models.runner import ModelRunner
 from lp.models.sharded_layers import replica_of
 from lp.models.vocabulary import embedded_tokens
 
 logger = logging.getLogger(__name__)
 WIDTHS = (8, 16, 24, 32, 40, 48, 56, 64, 96, 128, 192, 256)  # tokens
-REFERENCE = 64  # that the others are compared with
+REFERENCE = BLOCK  # that the others are compared with
 VECTORS = 64  # numbers, of at least two bytes, that torch's element-wise code takes at once, at most
 PREFIX = 320  # cached tokens before them: attention has a tile and a tail
 

@@ -14,6 +14,8 @@ from transformers import GenerationMixin
 
 # What a forward pass calls its cache, the present name first: one call has one of them.
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+# The method of layers that cache latents which makes keys and values of them; older releases cache keys and values.
+EXPAND_LATENTS = "expand_kv"
 
 
 def cache_keyword(model: nn.Module) -> str:

@@ -30,6 +30,7 @@ from lp.models.forest_cache import ForestCache, Stretch
 from lp.models.fused import FusedModel, fuse, model_state
 from lp.models.graph_recorder import CaptureFailed
 from lp.models.kv_cache import CacheTooLarge, StatesKind, StaticKVCache
+from lp.models.latents import expand_latents_by_sequence
 from lp.models.model_lock import lock_of
 from lp.models.new_cache import new_cache
 from lp.models.probe import check_tree_mask
@@ -218,6 +219,7 @@ class ModelRunner:
         self._cache_keyword = cache_keyword(self.model)
         if self._same_bits:
             sum_in_rank_order(self.model)
+        expand_latents_by_sequence(self.model, self._same_bits)
         with waiting("fusing the layers"):
             fused = fuse(self.model) if self._may_fuse else None
         self.network: PreTrainedModel | FusedModel = fused or self.model

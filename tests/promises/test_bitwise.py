@@ -143,6 +143,7 @@ def test_ranks_that_share_steps(ranks: int, arch: str) -> None:
         ("llama", torch.bfloat16, True),
         ("qwen3_moe", torch.float32, True),
         ("qwen2_moe", torch.bfloat16, True),
+        ("deepseek_v2", torch.bfloat16, True),
     ],
 )
 def test_texts_beside_others_and_behind_reused_prefixes(arch: str, dtype: torch.dtype, drafts: bool) -> None:
