@@ -8,7 +8,7 @@ import time
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from launch.serve.watch import TextWatch
+from launch.serve.stopping import TextWatch
 from lp.models.loader import DEMO_MODEL
 from tests.support.tokenizers_of import ADDED, BYTES, DECODERS, llama_2, tokenizer_with
 
