@@ -1,8 +1,8 @@
 """Every key of the apps, once: its type and default are a field here, and its text is the field's entry under Args.
 
-`--help` and docs/config.md are made of it, and the files of conf/ repeat none of it: conf/APP.yaml says which choices
-of the config groups the app begins with, and the files of a group set what is particular to a model, a task or an
-experiment.
+`--help` and docs/reference/config.md are made of it, and the files of conf/ repeat none of it: conf/APP.yaml says which
+choices of the config groups the app begins with, and the files of a group set what is particular to a model, a task or
+an experiment.
 
 Hydra merges YAML into a schema, which a frozen dataclass does not allow: the schemas of the decoders are unfrozen
 mirrors of lp's own configs, and `frozen` builds the real one, whose `__post_init__` checks the values. The config

@@ -23,7 +23,7 @@ from .grammars import Grammars
 from .prompt_logprobs import prompt_logprobs
 from .reasoning import ReasoningWatch
 from .spec import TextSpec
-from .watch import TextWatch
+from .stopping import TextWatch
 
 HEARTBEAT_S = 5.0  # among ranks, which find out by it that one has died while there is nothing to do
 

@@ -11,7 +11,7 @@ from lp.errors import UserError
 from lp.sampling.reasoning import ReasoningBlock
 
 from ..text.detokenizer import Detokenizer, Vocabulary
-from .watch import TextWatch
+from .stopping import TextWatch
 
 AUTO = "auto"
 KNOWN = (  # Qwen3, DeepSeek-R1, SmolLM3 and GLM; Magistral; Cohere; Seed

@@ -30,8 +30,8 @@ from .metrics import Metrics
 from .names import ModelNames
 from .reasoning import Reasoning, ReasoningWatch
 from .spec import TextSpec
+from .stopping import TextWatch
 from .unfinished import UnfinishedRequests
-from .watch import TextWatch
 
 RETRY_AFTER_S = 1
 DRAWN_SEEDS = (-1, 0xFFFFFFFF)  # as in llama.cpp, a client that gives one of these gets another text every time

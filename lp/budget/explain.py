@@ -41,7 +41,7 @@ def describe_budget(config: LookaheadConfig, step_times: StepTimes | None) -> st
 
 
 def describe_origin(path: Path, estimate: Estimate, threads: int) -> str:
-    """How surely step times are known, where they are stored, and what they hold for.
+    """How certain step times are, where they are stored, and what they hold for.
 
     Args:
         path: file that the step times are kept in.
@@ -49,9 +49,9 @@ def describe_origin(path: Path, estimate: Estimate, threads: int) -> str:
         threads: CPU threads that compute a step; 0 on another device.
     """
     sure = [size for size, doubt in zip(estimate.num_tokens, estimate.doubts, strict=True) if doubt <= SURE]
-    known = f"known to {100 * SURE:.0f} % up to {sure[-1]} tokens" if sure else "guessed from one layer"
+    known = f"known within {100 * SURE:.0f} % up to {sure[-1]} tokens, from" if sure else "estimated from one layer and"
     by = f", {threads} thread{'s' if threads > 1 else ''}" if threads else ""
-    return f"; {known}, by {estimate.steps} steps{by}; kept in {path}"
+    return f"; {known} {estimate.steps} steps{by}; kept in {path}"
 
 
 def describe_steps(steps: Sequence[Step]) -> str:

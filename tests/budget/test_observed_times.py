@@ -242,10 +242,10 @@ def test_a_decoder_says_how_surely_it_knows_its_step_times(tmp_path: Path) -> No
     """Without it nobody finds the file, or learns that the figures are a guess."""
     model = tiny_model()
     decoder = lp.LookaheadDecoder(model)
-    assert f"; guessed from one layer, by 0 steps, 1 thread; kept in {tmp_path}" in decoder.explain()
+    assert f"; estimated from one layer and 0 steps, 1 thread; kept in {tmp_path}" in decoder.explain()
     prior = Estimate.of_prior(StepTimes((1, 8), (0.01, 0.02), 0.01))
     learned = prior.after([TimedStep(num_tokens, 0.01) for num_tokens in (0, 1)] * 20)
-    assert "; known to 8 % up to 1 tokens, by 40 steps, 2 threads; kept" in describe_origin(tmp_path, learned, 2)
+    assert "; known within 8 % up to 1 tokens, from 40 steps, 2 threads; kept" in describe_origin(tmp_path, learned, 2)
     with pytest.raises(ValueError, match="step_times is 'again'; give StepTimes, 'measure', or None"):
         lp.LookaheadDecoder(model, step_times="again")
 

@@ -191,6 +191,14 @@ def test_pages_name_files_that_exist(page: Path) -> None:
     assert not [name for name in named if not (ROOT / name).exists()]
 
 
+@pytest.mark.parametrize("folder", ["lp", "launch", "conf", "scripts", "tests"])
+def test_files_name_pages_that_exist(folder: str) -> None:
+    """Comments named a page that had moved."""
+    files = [path for pattern in ("*.py", "*.yaml", "*.sh") for path in (ROOT / folder).rglob(pattern)]
+    named = {name for path in files for name in re.findall(r"\bdocs/[\w./-]+\.md\b", path.read_text(encoding="utf-8"))}
+    assert not [name for name in sorted(named) if not (ROOT / name).exists()]
+
+
 def test_no_page_refers_to_a_design_page() -> None:
     """There is none in the repository."""
     design = "DES" + "IGN"

@@ -265,7 +265,7 @@ def test_nodes_that_cannot_run_it(scale: Callable[..., Ran], monkeypatch: pytest
     assert "RDZV_ENDPOINT is '' with 2 nodes" in scale().err
     monkeypatch.setenv("RDZV_ENDPOINT", "localhost:1")
     monkeypatch.setenv("NPROC", "1")
-    assert "ranks has 3" in scale("ranks=[1,3]").err
+    assert "ranks has 3" in scale("ranks=[1,3]", "parallel.timeout_s=1").err  # how long node 0 would wait for node 1
 
 
 def test_a_projected_rank_has_the_threads_of_a_rank(

@@ -21,9 +21,10 @@ def _measured(tokens: int, *rounds_s: float, resumed: int = 0) -> Measured:
 
 def test_runs_are_added_up() -> None:
     """Tokens that a journal had took no step: counted, they would raise S and speed after a restart."""
-    total = Total.of_runs("lookahead", [_measured(4, 1.0), _measured(6, 2.0, resumed=2)])
+    total = Total.of_runs("lookahead", [_measured(4, 1.5, 1.0, 0.5), _measured(6, 5.0, 2.0, 1.0, resumed=2)])
     assert (total.prompts, total.tokens, total.steps, total.compression) == (2, 8, 4, 2.0)
     assert (total.tokens_a_step, total.decode_s, total.tokens_per_s) == (5.0, 3.0, pytest.approx(8 / 3))
+    assert total.rounds_s == [6.5, 3.0, 1.5] and total.rates[1] == pytest.approx(8 / 3)
     assert total.differing is None, "nothing was compared"
     assert Total(method="chat").compression == Total(method="chat").tokens_per_s == 0.0
 

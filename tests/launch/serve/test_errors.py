@@ -485,6 +485,7 @@ def test_gauges_that_routers_read(small_server: Running) -> None:
     with http.stream("POST", COMPLETE, json=LONG, headers=key) as one:
         lines = one.iter_lines()
         next(lines)
+        assert gauges()[:2] == [1, 0]
         waiting = threading.Thread(target=lambda: http.post(COMPLETE, json=LONG | {"max_tokens": 3}, headers=key))
         waiting.start()
         assert eventually(lambda: gauges()[:2] == [1, 1])

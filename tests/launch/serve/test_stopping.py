@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 import time
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from launch.serve.watch import TextWatch
+from launch.serve.stopping import TextWatch
 from lp.models.loader import DEMO_MODEL
 from tests.support.tokenizers_of import ADDED, BYTES, DECODERS, llama_2, tokenizer_with
 
@@ -67,6 +68,14 @@ def test_a_stop_string_ends_it_at_its_token(tokenizer: PreTrainedTokenizerBase) 
     assert "=" not in str(tokenizer.decode(tokens[: watch.num_tokens])).split("two")[1]
 
 
+def test_of_two_stop_strings_in_one_token_the_first_in_the_text_ends_it(tokenizer: PreTrainedTokenizerBase) -> None:
+    """The one that was given first showed what is behind the other; at one place, the longer is the more telling."""
+    tokens = tokenizer(" return")["input_ids"]
+    for stop, shown, found in ((["turn", "re"], " ", "re"), (["re", "ret"], " ", "ret"), (["tu", "n"], " re", "tu")):
+        watch = TextWatch(tokenizer, [], stop)
+        assert (len(tokens), watch.push(tokens), watch.found) == (1, shown, found)
+
+
 def test_characters_stay_whole(tokenizer: PreTrainedTokenizerBase) -> None:
     """The bytes of one that is not complete wait."""
     tokens = tokenizer("漢字ä😀")["input_ids"]
@@ -84,6 +93,7 @@ def test_characters_stay_whole(tokenizer: PreTrainedTokenizerBase) -> None:
     [
         ("x\n    y\n    z\ndef f():\n", "x\n    y\n    z"),
         ("x\n\n    y\n  z\n", "x\n\n    y"),
+        ("x\n    y\n   z\n", "x\n    y"),
         ("x\n    y", "x\n    y"),
         ("x\n    y\n  ", "x\n    y\n  "),
         ("  x", "  x"),
@@ -121,11 +131,14 @@ def test_what_waits_is_shown_where_the_clock_ends_it(tokenizer: PreTrainedTokeni
         assert text + watch.flush() == f"a\n   {shown}", end
 
 
-def test_nothing_comes_behind_a_shallow_line(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Nor half a character that waits in the line that ended the text."""
-    tokens = tokenizer("x\n    y\nz\u6f22")["input_ids"][:-1]
-    watch = TextWatch(tokenizer, [], min_indent=4)
-    assert watch.push(tokens) + watch.flush() == "x\n    y"
+@pytest.mark.parametrize(("limits", "text"), [({"min_indent": 4}, "x\n    y"), ({"stop": ["z"]}, "x\n    y\n")])
+def test_nothing_comes_behind_what_ended_it(limits: dict[str, Any], text: str) -> None:
+    """Nor half a character that came in the very token which ended the text."""
+    tokenizer = tokenizer_with(DECODERS["byte-level"])
+    tokenizer.add_tokens(["z\u00e6"])  # z and the first byte of a character
+    watch = TextWatch(tokenizer, [], **limits)
+    tokens = [tokenizer.convert_tokens_to_ids(each) for each in [*"x\u010a\u0120\u0120\u0120\u0120y\u010a", "z\u00e6"]]
+    assert watch.push(tokens) + watch.flush() == text and watch.ended
 
 
 @pytest.mark.parametrize("ahead", [0, 3])
