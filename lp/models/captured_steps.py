@@ -248,7 +248,7 @@ class CapturedSteps:
 
     def _new_recorder(self) -> GraphRecorder:
         recording = self.device.type == "cuda" and self.mode is not Capture.OFF
-        return GraphRecorder(self.device, recording, self.replica)
+        return GraphRecorder(self.device, recording, self.replica, self.mode is Capture.COMPILE)
 
     def _new_cache(self, slots: int) -> StaticKVCache:
         capacity = -(-slots // CAPACITY_UNIT) * CAPACITY_UNIT

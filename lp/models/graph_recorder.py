@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
 
+from lp.models.no_waiting import NoWaiting
 from lp.parallel.replica import Replica
 
 T = TypeVar("T")
@@ -29,11 +29,15 @@ class GraphRecorder:
         device: device that the work runs on.
         recording: False: work runs as it is, as it must without a GPU.
         replica: ranks that record the same work at the same time; None: this one alone.
+        compiled: torch.compile has refused work that waits for the device.
     """
 
-    def __init__(self, device: torch.device, recording: bool, replica: Replica | None = None) -> None:
+    def __init__(
+        self, device: torch.device, recording: bool, replica: Replica | None = None, compiled: bool = False
+    ) -> None:
         self.device = device
         self.recording = recording
+        self._compiled = compiled
         self._replica = replica or Replica()
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None
@@ -79,7 +83,8 @@ class GraphRecorder:
             with torch.cuda.stream(self._stream):
                 for _ in range(WARM_UPS - 1):
                     work()
-                with _no_waiting():
+                # Waiting that is found in a capture leaves torch's allocator in the capture.
+                with nullcontext() if self._compiled else NoWaiting():
                     work()
             torch.cuda.current_stream().wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph()
@@ -109,19 +114,3 @@ def _replay(graph: torch.cuda.CUDAGraph, result: T, work: Callable[[], T]) -> T:
     """Replay a graph; what `work` refers to is the memory that it reads, which must live as long."""
     graph.replay()
     return result
-
-
-@contextmanager
-def _no_waiting() -> Iterator[None]:
-    """Waiting for the device is an error. Found in a capture it would leave torch's allocator in the capture.
-
-    The mode is the whole process's: another thread that uses CUDA meanwhile may see the error too.
-    """
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")  # which no user asked for
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)

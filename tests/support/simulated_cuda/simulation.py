@@ -96,8 +96,10 @@ class SimulatedCuda(TorchDispatchMode):
         events: what was asked for.
         recording: of the graph that is being captured.
         stream, default_stream: of the thread; None until it is asked for.
-        sync_debug_mode: 0 lets the host wait, 2 makes waiting within an operation an error, as torch.cuda has it.
+        sync_debug_mode: 0 lets the host wait, 2 makes waiting within an operation an error; of all threads, as in torch.
     """
+
+    sync_debug_mode = 0
 
     def __init__(self, index: int = 0) -> None:
         super().__init__()
@@ -107,7 +109,6 @@ class SimulatedCuda(TorchDispatchMode):
         self.recording: Recording | None = None
         self.stream: Any = None
         self.default_stream: Any = None
-        self.sync_debug_mode = 0
 
     def __enter__(self) -> SimulatedCuda:
         if not hasattr(_here, "simulations"):
