@@ -252,10 +252,12 @@ class BatchStep:
         with self.timer.forward:
             self._clock.computed.record()
             if own[0].device.type == "cpu":  # a graph copies them there
-                self._clock.computed.synchronize()
+                self.context.replica.wait_for(self._clock.computed)
                 message = torch.cat([*own])  # the next step overwrites them, while the host may still read
             else:
                 message = _joined(own)
+                if self.context.steps.size == 1:
+                    message = self.context.replica.on_host(message)
             gathered = self.context.steps.all_gather(message).numpy()
         self.timer.count_as_exchange(self._clock.since_computed_s())
         return gathered

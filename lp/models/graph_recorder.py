@@ -71,7 +71,7 @@ class GraphRecorder:
         if self._replica.size == 1:
             return is_recorded
         missing = torch.tensor([not is_recorded], dtype=torch.int64).to(self.device)
-        return not self._replica.all_reduce(missing).item()
+        return not self._replica.on_host(self._replica.all_reduce(missing)).item()
 
     def _recorded(self, work: Callable[[], T]) -> Callable[[], T]:
         # A capture that fails leaves its stream the current one: the outer block makes it what it was.

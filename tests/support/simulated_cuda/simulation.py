@@ -36,6 +36,31 @@ class DeviceError(RuntimeError):
     """CUDA would have refused."""
 
 
+class HostHangs(BaseException):
+    """The host would wait for ever: no error, which the code under test might handle."""
+
+
+class Hang:
+    """What the device waits for, and all that was asked of it since.
+
+    Attributes:
+        ended: somebody has ended it.
+    """
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        self.ended = False
+
+    def refuse(self) -> None:
+        """The host waits for it, without a limit.
+
+        Raises:
+            HostHangs: it would wait for ever.
+        """
+        if not self.ended:
+            raise HostHangs(f"the host waits for ever: {self.reason}")
+
+
 class CudaTensor(torch.Tensor):
     """A tensor that says it is on a GPU.
 
@@ -95,8 +120,9 @@ class SimulatedCuda(TorchDispatchMode):
     Attributes:
         events: what was asked for.
         recording: of the graph that is being captured.
+        hang: what the device waits for, or has waited for last.
         stream, default_stream: of the thread; None until it is asked for.
-        sync_debug_mode: 0 lets the host wait, 2 makes waiting within an operation an error; of all threads, as in torch.
+        sync_debug_mode: of all threads, as in torch: 0 lets the host wait, 2 makes waiting in an operation an error.
     """
 
     sync_debug_mode = 0
@@ -107,6 +133,7 @@ class SimulatedCuda(TorchDispatchMode):
         self.events = Events()
         self.copies = Copies()
         self.recording: Recording | None = None
+        self.hang: Hang | None = None
         self.stream: Any = None
         self.default_stream: Any = None
 
@@ -139,6 +166,8 @@ class SimulatedCuda(TorchDispatchMode):
         self.refuse_in_capture(what)
         if self.sync_debug_mode and not what.startswith(EXPLICIT):
             raise RuntimeError(f"called a synchronizing CUDA operation ({what} at {line_of_lp()})")
+        if self.hang and count is None:
+            self.hang.refuse()
         self.events.note(SYNC, what)
         self.copies.finish(count)
 
