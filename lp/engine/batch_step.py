@@ -18,6 +18,7 @@ from lp.engine.decode_loop import Generation, StepPart
 from lp.engine.output import StepTimer
 from lp.engine.step_sampler import SampledText, node_sampling
 from lp.engine.step_tails import StepTails, TailText
+from lp.errors import RanksParted
 from lp.models.captured_forests import CapturedForests
 from lp.models.runner import ModelRunner, PassLogits
 from lp.models.tree_pass import TreePass
@@ -189,6 +190,8 @@ class BatchStep:
             messages = tails.messages(
                 computed.step, computed.rows, [*texts.values()], num_logits, running, len(texts) == len(parts)
             )
+        except RanksParted:
+            raise
         except Exception:
             if by_itself:
                 raise

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from lp.parallel import agreement
+from lp.parallel.agreement import Outcome
 from lp.parallel.one_shot_sum import OneShotSum
 from lp.parallel.rank_group import ProcessRankGroup
 
@@ -54,6 +56,22 @@ class Replica:
     def lost(self) -> bool:
         """Whether the device may wait for a rank that is gone."""
         return False
+
+    @property
+    def started(self) -> int:
+        """How many collectives this rank has started."""
+        return 0
+
+    def outcomes(self, call: str, mine: Outcome) -> list[Outcome]:
+        """How the part of every rank in common work has ended, whatever the devices are at; arguments as there."""
+        return [mine]
+
+    def name_of(self, rank: int) -> str:
+        """What error messages call a rank of the replica."""
+        return str(rank)
+
+    def abandon(self) -> None:
+        """No rank computes with the others any more: end what their devices still wait for."""
 
     def wait_for(self, event: torch.cuda.Event) -> None:
         """Wait for the work of the device before an event.
@@ -109,6 +127,19 @@ class InRankOrder(Replica):
     def lost(self) -> bool:
         return self.ranks.lost
 
+    @property
+    def started(self) -> int:
+        return self.ranks.started
+
+    def outcomes(self, call: str, mine: Outcome) -> list[Outcome]:
+        return self.ranks.outcomes(call, mine)
+
+    def name_of(self, rank: int) -> str:
+        return self.ranks.name_of(rank)
+
+    def abandon(self) -> None:
+        self.ranks.abandon()
+
     def wait_for(self, event: torch.cuda.Event) -> None:
         self.ranks.wait_for(event)
 
@@ -130,13 +161,16 @@ class ProcessReplica(Replica):
         group: the ranks' group of torch.distributed.
         messages: the same ranks, for messages.
         one_shot: what sums small tensors; None where `group` sums all.
+        calls: has an entry, how many collectives this rank has started.
     """
 
     group: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
     messages: ProcessRankGroup = field(default_factory=ProcessRankGroup, repr=False, compare=False)
     one_shot: OneShotSum | None = field(default=None, repr=False, compare=False)
+    calls: list[int] = field(default_factory=lambda: [0], repr=False, compare=False)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.calls[0] += 1
         if self.one_shot and self.one_shot.takes(tensor):
             return self.one_shot(tensor)
         with self.messages.answered():
@@ -144,6 +178,7 @@ class ProcessReplica(Replica):
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.calls[0] += 1
         gathered = tensor.new_empty(self.size, *tensor.shape)
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
         with self.messages.answered():
@@ -153,6 +188,19 @@ class ProcessReplica(Replica):
     @property
     def lost(self) -> bool:
         return self.messages.lost
+
+    @property
+    def started(self) -> int:
+        return self.calls[0]
+
+    def outcomes(self, call: str, mine: Outcome) -> list[Outcome]:
+        return agreement.outcomes(self.messages, call, mine)
+
+    def name_of(self, rank: int) -> str:
+        return self.messages.name_of(rank)
+
+    def abandon(self) -> None:
+        self.messages.waits.abandon()
 
     def wait_for(self, event: torch.cuda.Event) -> None:
         self.messages.wait_for(event)

@@ -13,17 +13,21 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
 import torch
 
 import lp
-from lp.errors import RankLost
+from lp.errors import CallsDiffer, RankFailed, RankLost
+from lp.models.graph_recorder import GraphRecorder
 from lp.models.tensor_parallel import divide
-from lp.parallel import device_waits
+from lp.parallel import agreement, device_waits
+from lp.parallel.agreement import Outcome
 from lp.parallel.context import ParallelContext
 from lp.parallel.device_waits import DeviceWaits
+from lp.parallel.replica import ProcessReplica
 from tests.support.simulated_cuda import SimulatedCuda, run_on_gpus
 from tests.support.simulated_cuda.counts import CONFIG, NEW
 from tests.support.simulated_cuda.ranks import Gone
@@ -146,3 +150,80 @@ def test_graphs_go_before_their_communicator(gpu: SimulatedCuda) -> None:
     waits.abandon()
     with pytest.raises(RuntimeError, match="before a capture has ended"):
         graph.replay()
+
+
+class _WarmUps:
+    """Lets sums fail in the runs before a capture, on some ranks."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, failing: Collection[int], at: int) -> None:
+        warm_up, all_reduce = GraphRecorder._warm_up, ProcessReplica.all_reduce
+        sums: dict[int, int] = {}  # by rank, in the warm-up that is under way
+
+        def warming_up(recorder: GraphRecorder, work: Callable[[], object]) -> None:
+            sums[recorder._replica.rank] = 0
+            try:
+                warm_up(recorder, work)
+            finally:
+                del sums[recorder._replica.rank]
+
+        def summed(replica: ProcessReplica, tensor: torch.Tensor) -> torch.Tensor:
+            if replica.rank in sums:
+                sums[replica.rank] += 1
+                if sums[replica.rank] == at and replica.rank in failing:
+                    raise MemoryError("no workspace\nand more")
+            return all_reduce(replica, tensor)
+
+        monkeypatch.setattr(GraphRecorder, "_warm_up", warming_up)
+        monkeypatch.setattr(ProcessReplica, "all_reduce", summed)
+
+
+def _decoded_by_a_replica(capture: str) -> list[Any]:
+    model = tiny_model(sharpness=2.0)
+    wholes: list[Any] = [copy.deepcopy(model).to(f"cuda:{rank}") for rank in range(2)]
+
+    def body(context: ParallelContext, own: SimulatedCuda) -> list[int] | str:
+        decoder = lp.LookaheadDecoder(divide(wholes[context.rank], context.replica), CONFIG, context, capture=capture)
+        try:
+            return decoder.generate(IDS, NEW).tokens
+        except RankFailed as error:
+            return str(error)
+
+    return run_on_gpus(2, body, tp=True)
+
+
+def test_a_rank_that_fails_amid_a_warm_up_ends_all(gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its next sum would be taken for the one that the others wait for, of other numbers, or of another size."""
+    _WarmUps(monkeypatch, {1}, at=3)
+    said = (
+        "rank 1 failed while the ranks of its replica were warming up a step, so all of them stop "
+        "(MemoryError: no workspace)"
+    )
+    assert _decoded_by_a_replica("auto") == [said, said]
+
+
+def test_ranks_that_fail_alike_go_on_uncaptured(gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the model's own code waits for the device: no rank has a sum that the others lack."""
+    _WarmUps(monkeypatch, {0, 1}, at=3)
+    expected = lp.AutoregressiveDecoder(tiny_model(sharpness=2.0)).generate(IDS, NEW).tokens
+    assert _decoded_by_a_replica("auto") == [expected, expected]
+
+
+def test_what_ranks_say_of_their_outcomes(gpu: SimulatedCuda) -> None:
+    """A cause that is too long is cut, within no letter; a rank that compares something else meanwhile is told so."""
+
+    def body(context: ParallelContext, own: SimulatedCuda) -> list[Outcome]:
+        cause = "OSError: " + "é" * 400 if context.rank else ""
+        return agreement.outcomes(context.ranks, "capturing a step", Outcome(context.rank, cause))
+
+    for found in run_on_gpus(2, body):
+        assert found[0] == Outcome(0, "") and found[1].collectives == 1
+        assert found[1].cause.startswith("OSError: éé") and 400 < len(found[1].cause.encode()) <= 440
+
+    def parted(context: ParallelContext, own: SimulatedCuda) -> None:
+        if context.rank:
+            agreement.exchange(context.ranks, "making a decoder", [1])
+        else:
+            agreement.outcomes(context.ranks, "capturing a step", Outcome())
+
+    with pytest.raises(CallsDiffer, match="rank 0 is capturing a step, rank 1 is making a decoder"):
+        run_on_gpus(2, parted)
