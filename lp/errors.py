@@ -18,5 +18,9 @@ class CallsDiffer(RanksParted):
     """Ranks are in different calls."""
 
 
+class RankFailed(RanksParted):
+    """A rank failed amid collectives of a replica, so that its next ones would meet other ones of the other ranks."""
+
+
 class RankLost(RanksParted):
     """Another rank has ended, hangs, or came too late."""

@@ -19,7 +19,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from lp.engine.interrupts import asked_to_end
-from lp.errors import RankLost, UserError
+from lp.errors import RankFailed, RankLost, UserError
 from lp.removed_keys import removal
 
 from ..config.arguments import closest
@@ -38,8 +38,8 @@ def reported() -> Iterator[None]:
     """Turn a user error into one line and an exit code.
 
     Raises:
-        SystemExit: 2 after a user error, or where a device is full, 1 after the loss of a rank, 130 after Ctrl-C, 0
-            after SIGTERM.
+        SystemExit: 2 after a user error, or where a device is full, 1 after the loss or failure of a rank, 130 after
+            Ctrl-C, 0 after SIGTERM.
     """
     try:
         yield
@@ -48,7 +48,7 @@ def reported() -> Iterator[None]:
     except BrokenPipeError:  # the reader left, as in `| head`
         _drop_stdout()
         raise SystemExit(READER_LEFT) from None
-    except RankLost as error:
+    except (RankFailed, RankLost) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(LOST) from None
     except (HydraException, OmegaConfBaseException, UserError) as error:

@@ -18,6 +18,7 @@ from lp.engine.decode_loop import Generation, StepPart
 from lp.engine.output import StepTimer
 from lp.engine.step_sampler import SampledText, node_sampling
 from lp.engine.step_tails import StepTails, TailText
+from lp.errors import RanksParted
 from lp.models.captured_forests import CapturedForests
 from lp.models.runner import ModelRunner, PassLogits
 from lp.models.tree_pass import TreePass
@@ -189,6 +190,8 @@ class BatchStep:
             messages = tails.messages(
                 computed.step, computed.rows, [*texts.values()], num_logits, running, len(texts) == len(parts)
             )
+        except RanksParted:
+            raise
         except Exception:
             if by_itself:
                 raise
@@ -252,10 +255,12 @@ class BatchStep:
         with self.timer.forward:
             self._clock.computed.record()
             if own[0].device.type == "cpu":  # a graph copies them there
-                self._clock.computed.synchronize()
+                self.context.replica.wait_for(self._clock.computed)
                 message = torch.cat([*own])  # the next step overwrites them, while the host may still read
             else:
                 message = _joined(own)
+                if self.context.steps.size == 1:
+                    message = self.context.on_host(message)
             gathered = self.context.steps.all_gather(message).numpy()
         self.timer.count_as_exchange(self._clock.since_computed_s())
         return gathered

@@ -105,5 +105,5 @@ class PromptReader:
             mine = torch.zeros(count, self.num_logits, dtype=torch.int64, device=self.runner.device)
         else:
             mine = torch.cat(self._packed)
-        logits = unpack_top_logits(self.context.steps.broadcast(mine, 0).cpu().numpy())
+        logits = unpack_top_logits(self.context.on_host(self.context.steps.broadcast(mine, 0)).numpy())
         self.source.begin(self.prompt[first:], logits)

@@ -171,7 +171,7 @@ class ShardedSampling:
         Raises:
             RuntimeError: names the ranks and the step.
         """
-        digests = self.heads[:, 0].cpu().numpy()
+        digests = self.replica.on_host(self.heads[:, 0]).numpy()
         if (digests != digests[0]).any():
             odd = ", ".join(str(rank) for rank in np.flatnonzero(digests != digests[0]))
             ranks = self.context.steps
@@ -198,7 +198,7 @@ def agreed_token(replica: Replica, device: torch.device, token: int, stop: Stop)
     """The first rank's token, and the flags of all ranks of a replica."""
     if replica.size == 1:
         return token, stop
-    gathered = replica.all_gather(torch.tensor([token, stop], device=device)).tolist()
+    gathered = replica.on_host(replica.all_gather(torch.tensor([token, stop], device=device))).tolist()
     for _, flags in gathered:
         stop |= Stop(flags)
     return gathered[0][0], stop

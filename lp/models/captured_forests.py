@@ -19,6 +19,7 @@ from lp.models.graph_recorder import CaptureFailed
 from lp.models.kv_cache import StaticKVCache
 from lp.models.kv_pool import KVPool
 from lp.models.runner import ModelRunner, PassLogits, logger
+from lp.models.sharded_layers import replica_of
 from lp.models.tree_pass import TreePass
 
 MOVES = 128  # M; what commits move beyond it is moved before the step
@@ -99,7 +100,7 @@ class CapturedForests:
     def _await_copy(self) -> None:
         """The last step reads its block no more: it can be filled again, or be other pinned memory."""
         if self._copied is not None:
-            self._copied.synchronize()
+            replica_of(self.runner.model).wait_for(self._copied)
             self._copied = None
 
     def message_read(self) -> None:

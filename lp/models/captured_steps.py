@@ -106,7 +106,7 @@ class CapturedSteps:
     ) -> None:
         self.model = model
         self._cache_keyword = cache_keyword
-        self.replica = replica
+        self.replica = replica or Replica()
         self.recurrent = recurrent or {}
         self.masks = masks
         self.mode = mode
@@ -121,7 +121,7 @@ class CapturedSteps:
         self._steps: dict[tuple[int, int], CapturedStep] = {}  # by C and B
         self._in_flight: torch.cuda.Event | None = None  # behind a step that nothing has waited for
         fused = isinstance(model, FusedModel) and mode is Capture.GRAPH
-        self.kernels = model.choose_kernels(self.replica or Replica(), may_round) if fused else NO_KERNELS
+        self.kernels = model.choose_kernels(self.replica, may_round) if fused else NO_KERNELS
 
     def empty_cache(self, capacity: int) -> StaticKVCache:
         """The smallest cache that has so many slots and a step's padding; made where there is none.
@@ -158,7 +158,7 @@ class CapturedSteps:
             CaptureFailed: it can't be captured.
         """
         if self._in_flight is not None:
-            self._in_flight.synchronize()
+            self.replica.wait_for(self._in_flight)
             self._in_flight = None
         step = self.step_of(len(tree.tokens))
         step.stage([tree])
@@ -235,8 +235,8 @@ class CapturedSteps:
 
     def settle(self) -> None:
         """Wait for a step that was cut: the device may still read its block."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if self.device.type == "cuda" and not self.replica.lost:
+            self.replica.wait_for(torch.cuda.current_stream(self.device).record_event())
 
     def release(self) -> None:
         """Free graphs, buffers and caches."""
@@ -248,7 +248,7 @@ class CapturedSteps:
 
     def _new_recorder(self) -> GraphRecorder:
         recording = self.device.type == "cuda" and self.mode is not Capture.OFF
-        return GraphRecorder(self.device, recording, self.replica)
+        return GraphRecorder(self.device, recording, self.replica, self.mode is Capture.COMPILE)
 
     def _new_cache(self, slots: int) -> StaticKVCache:
         capacity = -(-slots // CAPACITY_UNIT) * CAPACITY_UNIT

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lp.errors import RankLost, UserError
+from lp.errors import RanksParted, UserError
 from lp.models.experts_by_row import experts_of, pad_experts
 from lp.models.few_layers import FewLayers, decoder_layers, first_of_each, kind_of_layer
 from lp.models.kv_cache import StaticKVCache
@@ -53,7 +53,7 @@ def equal_widths(runner: ModelRunner) -> tuple[int, ...]:
     with torch.inference_mode():
         try:
             agree = _agreeing(runner, FewLayers(model, {*kept}))
-        except (RankLost, UserError, torch.OutOfMemoryError):
+        except (RanksParted, UserError, torch.OutOfMemoryError):
             raise
         except Exception as failure:  # a model's code may not run with few layers
             logger.info("all layers of %s are asked, for a few do not run: %s", type(model).__name__, failure)

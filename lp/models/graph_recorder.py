@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 
+from lp.errors import RankFailed, RanksParted
+from lp.models.no_waiting import NoWaiting
+from lp.parallel.agreement import Outcome
 from lp.parallel.replica import Replica
 
 T = TypeVar("T")
@@ -29,11 +31,15 @@ class GraphRecorder:
         device: device that the work runs on.
         recording: False: work runs as it is, as it must without a GPU.
         replica: ranks that record the same work at the same time; None: this one alone.
+        compiled: torch.compile has refused work that waits for the device.
     """
 
-    def __init__(self, device: torch.device, recording: bool, replica: Replica | None = None) -> None:
+    def __init__(
+        self, device: torch.device, recording: bool, replica: Replica | None = None, compiled: bool = False
+    ) -> None:
         self.device = device
         self.recording = recording
+        self._compiled = compiled
         self._replica = replica or Replica()
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None
@@ -46,31 +52,57 @@ class GraphRecorder:
 
         Raises:
             CaptureFailed: it waits for the device, or does something else that no graph takes; or it failed on another
-                rank of the replica.
+                rank of the replica, which the error names.
             OutOfMemoryError: the device is full.
+            RankFailed: a rank failed amid the collectives of the work; every rank has this error, with its cause.
         """
         if not self.recording:
             return _Repeated(work)
+        self._on_all_ranks("warming up a step", partial(self._warm_up, work), computes=True)
+        return self._on_all_ranks("capturing a step", partial(self._recorded, work), computes=False)
+
+    def _on_all_ranks(self, call: str, work: Callable[[], T], computes: bool) -> T:
+        """Do what every rank of the replica does; it fails on all where it fails on one, by a word on the host.
+
+        A step that one of them runs uncaptured is not padded, and sums other sizes. And a rank that fails amid sums
+        leaves the devices of the others waiting for it: its next sum, whatever it is of, would be taken for theirs.
+
+        Args:
+            call: what it is for, the same on every rank.
+            computes: the ranks' devices compute together, and do not only record.
+        """
+        replica, error, result = self._replica, None, None
+        before = replica.started
         try:
-            recorded = self._recorded(work)
-        except Exception as error:  # a model may do anything that no graph takes
-            self._on_all_ranks(False)
+            result = work()
+        except RanksParted:
+            raise
+        except Exception as failure:  # a model may do anything that no graph takes
+            error = failure
+        try:
+            cause = f"{type(error).__name__}: {_first_line(error)}" if error else ""
+            mine = Outcome(replica.started - before if computes else 0, cause)
+            every = replica.outcomes(call, mine)
+            failed = [rank for rank, outcome in enumerate(every) if outcome.cause]
+            if not failed:
+                return cast(T, result)
+            first = f"rank {replica.name_of(failed[0])}"
+            cause = every[failed[0]].cause
+            if len({outcome.collectives for outcome in every}) > 1:
+                replica.abandon()
+                raise RankFailed(
+                    f"{first} failed while the ranks of its replica were {call}, so all of them stop ({cause})"
+                ) from error
             if isinstance(error, torch.OutOfMemoryError):
-                raise
+                raise error
+            if error is None:
+                raise CaptureFailed(f"{first} of the replica can't capture it: {cause}")
             raise CaptureFailed(str(error).strip() or type(error).__name__) from error
-        if not self._on_all_ranks(True):
-            raise CaptureFailed("another rank of the replica can't capture it")
-        return recorded
+        finally:
+            error = None  # raised here, it has this frame, which would keep it until gc finds the cycle
 
-    def _on_all_ranks(self, is_recorded: bool) -> bool:
-        """Whether all ranks did: a step that one of them runs uncaptured is not padded, and sums other sizes."""
-        if self._replica.size == 1:
-            return is_recorded
-        missing = torch.tensor([not is_recorded], dtype=torch.int64).to(self.device)
-        return not self._replica.all_reduce(missing).item()
-
-    def _recorded(self, work: Callable[[], T]) -> Callable[[], T]:
-        # A capture that fails leaves its stream the current one: the outer block makes it what it was.
+    def _warm_up(self, work: Callable[[], object]) -> None:
+        """Run the work in the capture's stream, so that libraries allocate what they need."""
         with torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.current_stream()):
             if self._stream is None:  # torch's own stream for captures may be of another device
                 self._stream = torch.cuda.Stream()
@@ -79,14 +111,25 @@ class GraphRecorder:
             with torch.cuda.stream(self._stream):
                 for _ in range(WARM_UPS - 1):
                     work()
-                with _no_waiting():
+                # Waiting that is found in a capture leaves torch's allocator in the capture.
+                with nullcontext() if self._compiled else NoWaiting():  # type: ignore[no-untyped-call]
                     work()
             torch.cuda.current_stream().wait_stream(self._stream)
+
+    def _recorded(self, work: Callable[[], T]) -> Callable[[], T]:
+        # A capture that fails leaves its stream the current one: the outer block makes it what it was.
+        with torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.current_stream()):
+            # A capture waits for the device, without a limit.
+            self._replica.wait_for(torch.cuda.current_stream().record_event())
             graph = torch.cuda.CUDAGraph()
             self._replica.keep_track(graph)
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 result = work()
         return partial(_replay, graph, result, work)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 class _Repeated(Generic[T]):
@@ -109,19 +152,3 @@ def _replay(graph: torch.cuda.CUDAGraph, result: T, work: Callable[[], T]) -> T:
     """Replay a graph; what `work` refers to is the memory that it reads, which must live as long."""
     graph.replay()
     return result
-
-
-@contextmanager
-def _no_waiting() -> Iterator[None]:
-    """Waiting for the device is an error. Found in a capture it would leave torch's allocator in the capture.
-
-    The mode is the whole process's: another thread that uses CUDA meanwhile may see the error too.
-    """
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")  # which no user asked for
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)

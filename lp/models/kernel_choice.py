@@ -87,7 +87,7 @@ def choose_kernels(shape: LayerShape, replica: Replica) -> LayerKernels:
         passed = _passing(shape)  # raises nothing: the other ranks wait for the vote
     if replica.size > 1:
         votes = torch.tensor([name in passed for name in NAMES], dtype=torch.int64).to(shape.device)
-        agreed = (replica.all_reduce(votes) == replica.size).tolist()
+        agreed = (replica.on_host(replica.all_reduce(votes)) == replica.size).tolist()
         passed = frozenset(name for name, by_all in zip(NAMES, agreed, strict=True) if by_all)
     if not passed:
         return NO_KERNELS

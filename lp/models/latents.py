@@ -35,8 +35,9 @@ def expand_latents_by_sequence(model: nn.Module, same_bits: bool) -> None:
 
 def _expanded(layer: Any, same_bits: bool, *latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of all heads: (1, H, N, D) and (1, H, N, E), or in parts."""
-    if all(isinstance(each, InParts) for each in latents):
-        parts = zip(*[each.parts for each in latents], strict=True)
+    in_parts = [each for each in latents if isinstance(each, InParts)]
+    if len(in_parts) == len(latents):
+        parts = zip(*[each.parts for each in in_parts], strict=True)
         keys, values = zip(*[_expanded(layer, same_bits, *part) for part in parts], strict=True)
         return InParts.of_all(keys), InParts.of_all(values)
     expand = partial(getattr(type(layer), EXPAND_LATENTS), layer)

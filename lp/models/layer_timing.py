@@ -33,7 +33,7 @@ def time_passes(runner: ModelRunner, sizes: tuple[int, ...] = TIMED_SIZES) -> di
         runner: the model's runner; other threads may use the model meanwhile.
         sizes: numbers of tokens.
     """
-    clock = clock_of(runner.device)
+    clock = clock_of(runner.device, replica_of(runner.model))
     shallow = _Shallow(runner, clock)
     divided = replica_of(runner.model).size > 1  # then all of its ranks must run the same passes
     fastest: dict[int, float] = {}

@@ -9,6 +9,7 @@ R: ranks.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +22,18 @@ TAG = -0x6C702D63616C6C  # no digest, with which the messages of steps begin, is
 NAME = 7  # int64s of the name
 HEAD = 1 + NAME
 SIZE = 64  # int64s of a message
+
+
+class Outcome(NamedTuple):
+    """How a rank's part in common work has ended.
+
+    Attributes:
+        collectives: how many it has started.
+        cause: what it failed with; empty: it did not fail.
+    """
+
+    collectives: int = 0
+    cause: str = ""
 
 
 def exchange(ranks: RankGroup, call: str, words: Sequence[int] = (), patient: bool = False) -> torch.Tensor:
@@ -40,9 +53,7 @@ def exchange(ranks: RankGroup, call: str, words: Sequence[int] = (), patient: bo
     """
     if ranks.size == 1:
         return torch.tensor([list(words)], dtype=torch.int64)
-    assert len(words) <= SIZE - HEAD, f"{call} compares {len(words)} int64s; a message has room for {SIZE - HEAD}"
-    name = np.frombuffer(call.encode()[: 8 * NAME].ljust(8 * NAME, b"\0"), dtype="<i8").tolist()
-    message = torch.tensor([TAG, *name, *words] + [0] * (SIZE - HEAD - len(words)))
+    message = _message(call, words)
     size = ranks.step_sizes[-1] if ranks.step_sizes else 0
     if not size:
         gathered = ranks.gather_message(call, message, patient)
@@ -55,6 +66,36 @@ def exchange(ranks: RankGroup, call: str, words: Sequence[int] = (), patient: bo
                 check_calls(parts[0].numpy())
         gathered = torch.cat(parts, dim=1)
     return gathered[:, HEAD : HEAD + len(words)]
+
+
+def outcomes(ranks: RankGroup, call: str, mine: Outcome) -> list[Outcome]:
+    """How every rank's part has ended, by the group on the host, whatever the devices are at.
+
+    Args:
+        ranks, call: see `exchange`; all ranks are in this call.
+        mine: how this rank's part has ended; a cause that is too long is cut off.
+
+    Raises:
+        CallsDiffer, RankLost: as `exchange`.
+    """
+    if ranks.size == 1:
+        return [mine]
+    text = mine.cause.encode()[: 8 * (SIZE - HEAD - 2)]
+    packed = np.frombuffer(text.ljust(-(-len(text) // 8) * 8, b"\0"), dtype="<i8").tolist()
+    gathered = ranks.gather_message(call, _message(call, [mine.collectives, len(text), *packed]), False).numpy()
+    check_calls(gathered)
+    found = []
+    for collectives, length, *words in gathered[:, HEAD:].tolist():
+        cause = np.array(words, dtype="<i8").tobytes()[:length].decode(errors="ignore")
+        found.append(Outcome(collectives, cause))
+    return found
+
+
+def _message(call: str, words: Sequence[int]) -> torch.Tensor:
+    """A message of a call, (SIZE,) int64."""
+    assert len(words) <= SIZE - HEAD, f"{call} compares {len(words)} int64s; a message has room for {SIZE - HEAD}"
+    name = np.frombuffer(call.encode()[: 8 * NAME].ljust(8 * NAME, b"\0"), dtype="<i8").tolist()
+    return torch.tensor([TAG, *name, *words] + [0] * (SIZE - HEAD - len(words)))
 
 
 def check_calls(gathered: np.ndarray) -> None:

@@ -22,6 +22,7 @@ from lp.checks import check_int, check_real, env_int
 from lp.config import DEFAULT_SETUP_TIMEOUT_S, DEFAULT_TIMEOUT_S
 from lp.errors import UserError
 from lp.parallel import agreement
+from lp.parallel.device_waits import DeviceWaits
 from lp.parallel.one_shot_sum import one_shot_sum
 from lp.parallel.rank_group import ProcessRankGroup, RankGroup
 from lp.parallel.rendezvous import join, leave, local_device
@@ -113,12 +114,18 @@ class ParallelContext:
         timeout = timedelta(seconds=self.timeouts[0])
         names = tuple(coordinates(rank, tp) for rank in range(self.world_size)) if tp > 1 else ()
         step_sizes: list[int] = []
+        waits = DeviceWaits(self.timeouts[0])
 
         def group_of(rank: int, size: int, names: tuple[str, ...], steps: Any, messages: Any) -> RankGroup:
             if size == 1:
                 return RankGroup(names=names, step_sizes=step_sizes)
             home = self.rank, self.world_size
-            return ProcessRankGroup(rank, size, names, step_sizes, self.device, self.backend, steps, messages, home)
+            if self.backend == "nccl":
+                waits.groups.append(steps)
+            shared = self.device, self.backend, steps, messages, home, waits
+            group = ProcessRankGroup(rank, size, names, step_sizes, *shared)
+            group.set_timeout(self.timeouts[0])
+            return group
 
         everyone = dist.new_group(backend="gloo", timeout=timeout)
         if tp == 1:
@@ -132,14 +139,14 @@ class ParallelContext:
         own_names = names[lp_index * tp : (lp_index + 1) * tp]
         ranks = group_of(self.rank, self.world_size, names, dist.group.WORLD, everyone)
         replica_ranks = group_of(tp_index, tp, own_names, mesh.get_group("tp"), within)
-        assert isinstance(ranks, ProcessRankGroup)
+        assert isinstance(replica_ranks, ProcessRankGroup)
         one_shot = one_shot_sum(mesh.get_group("tp"), self.device) if one_shot_sums else None
         return replace(
             self,
             mesh=mesh,
             ranks=ranks,
             steps=group_of(lp_index, replicas, names[tp_index::tp], mesh.get_group("lp"), across),
-            replica=ProcessReplica(tp_index, tp, mesh.get_group("tp"), ranks.answered, one_shot),
+            replica=ProcessReplica(tp_index, tp, mesh.get_group("tp"), replica_ranks, one_shot),
             replica_ranks=replica_ranks,
         )
 
@@ -185,6 +192,15 @@ class ParallelContext:
             for group in groups:
                 group.set_timeout(usual)
 
+    def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor's values on the host, by one wait for the device, whose collectives other ranks have a part in.
+
+        Raises:
+            RankLost: the device waits for a rank that is gone.
+        """
+        ranks = self.steps if self.steps.size > 1 else self.replica
+        return ranks.on_host(tensor)
+
     def share_text(self, text: str | None, call: str = "sharing a text") -> str | None:
         """Rank 0's text, or None, on every rank; ranks wait for it as long as a person takes to type.
 
@@ -209,7 +225,7 @@ class ParallelContext:
             part.close()
         if self.mesh is not None:
             object.__setattr__(self, "mesh", None)
-            leave()
+            leave(self.ranks.lost)
 
 
 def check_timeouts(timeout_s: float, setup_timeout_s: float = DEFAULT_SETUP_TIMEOUT_S) -> tuple[float, float]:

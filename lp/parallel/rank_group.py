@@ -13,11 +13,14 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from lp.errors import RankLost
+from lp.config import DEFAULT_TIMEOUT_S
+from lp.errors import RankLost, RanksParted
+from lp.parallel.device_waits import DeviceWaits
 from lp.parallel.lost_ranks import announce, roll_call
 from lp.parallel.rendezvous import set_timeout
 
 PATIENCE = timedelta(days=365)
+WATCHDOG_S = 60.0  # beyond the time-out: until then a wait of ours names who is lost, then torch ends the process
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,27 @@ class RankGroup:
     def set_timeout(self, seconds: float) -> None:
         """How long collectives that begin from now on may wait for other ranks."""
 
+    @property
+    def lost(self) -> bool:
+        """Whether the device may wait for a rank that is gone."""
+        return False
+
+    def wait_for(self, event: torch.cuda.Event) -> None:
+        """Wait for the work of the device before an event.
+
+        Raises:
+            RankLost: it was not done in time; names the ranks that do not answer.
+        """
+        event.synchronize()
+
+    def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor's values on the host, by one wait.
+
+        Raises:
+            RankLost: as `wait_for`.
+        """
+        return tensor.cpu()
+
     def close(self) -> None:
         """Let go of the process groups, if there are any."""
 
@@ -93,6 +117,7 @@ class ProcessRankGroup(RankGroup):
         messages: the gloo group of messages between steps, on the host, where waiting keeps no GPU busy. A message and
             a step's message, which differ in size, would abort the process where they meet in one group.
         home: this rank's number and the number of ranks in the whole job.
+        waits: the waits of this rank for its device, which its groups share.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -100,6 +125,7 @@ class ProcessRankGroup(RankGroup):
     group: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
     messages: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
     home: tuple[int, int] = (0, 1)
+    waits: DeviceWaits = field(default_factory=lambda: DeviceWaits(DEFAULT_TIMEOUT_S), repr=False, compare=False)
 
     def all_gather(self, message: torch.Tensor) -> torch.Tensor:
         message = self._carried(message)
@@ -108,12 +134,14 @@ class ProcessRankGroup(RankGroup):
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         with self.answered():
             gather(gathered.view(-1), message, group=self.group)
-            return gathered.cpu()
+            return self.waits.on_host(gathered)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         carried = self._carried(tensor)
         with self.answered():
             dist.broadcast(carried.view(torch.uint8), group=self.group, group_src=source)
+            if carried.is_cuda and not tensor.is_cuda:
+                carried = self.waits.on_host(carried)
             return tensor.copy_(carried)
 
     def gather_message(self, call: str, message: torch.Tensor, patient: bool) -> torch.Tensor:
@@ -137,18 +165,35 @@ class ProcessRankGroup(RankGroup):
         """Within it, the error of a collective that fails names the ranks that do not answer a roll call."""
         try:
             yield
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, RanksParted):
             raise
         except RuntimeError as error:
             reason = str(error).strip().split("\n")[0]
+            answers = roll_call(*self.home)
+            if self.waits.given_up or self.backend == "nccl":
+                self.waits.abandon()
             raise RankLost(
-                f"{roll_call(*self.home)}, so rank {self.home[0]} stops ({reason}); see the last "
+                f"{answers}, so rank {self.home[0]} stops ({reason}); see the last "
                 "lines of that rank; parallel.timeout_s is how long a rank is waited for"
             ) from error
 
+    @property
+    def lost(self) -> bool:
+        return self.waits.given_up
+
+    def wait_for(self, event: torch.cuda.Event) -> None:
+        with self.answered():
+            self.waits.until(event)
+
+    def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        with self.answered():
+            return self.waits.on_host(tensor)
+
     def set_timeout(self, seconds: float) -> None:
         assert self.group is not None and self.messages is not None
-        set_timeout(seconds, self.group, self.messages)
+        self.waits.timeout_s = seconds
+        set_timeout(seconds + WATCHDOG_S if self.backend == "nccl" else seconds, self.group)
+        set_timeout(seconds, self.messages)
 
     def close(self) -> None:
         object.__setattr__(self, "group", None)  # or the groups' threads would go on

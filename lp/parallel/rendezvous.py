@@ -47,14 +47,17 @@ def join(backend: str, device: torch.device, rank: int, world_size: int, timeout
     return chosen
 
 
-def leave() -> None:
+def leave(lost: bool = False) -> None:
     """Leave the process group, if there is one, for good: a process that joined again would wait for ever.
 
     A group's threads end with the last reference to it. One that still runs when Python ends may abort the process.
     Models and their captured steps refer to each other: those that nobody has any more go first, since NCCL waits for
     graphs that hold its collectives.
+
+    Args:
+        lost: the device may wait for a rank that is gone, and ending a group may wait for the device: none is ended.
     """
-    if dist.is_initialized():
+    if dist.is_initialized() and not lost:
         gc.collect()
         dist.destroy_process_group()
         gc.collect()

@@ -47,14 +47,27 @@ def layouts() -> dict[str, StepLayout]:
     }
 
 
-def model_of(kind: str, head_dim: int, dtype: torch.dtype, layers: int = 1, sharpness: float = 4.0) -> PreTrainedModel:
+def model_of(kind: str, head_dim: int, dtype: torch.dtype, layers: int = 1) -> PreTrainedModel:
     """A random Llama on the device, its attention sharp enough that a row seen wrongly shows."""
     heads, kv_heads = HEADS[kind]
+    return _llama(dtype, 64, 96, layers, heads, kv_heads, head_dim)
+
+
+def layer_of_7b(dtype: torch.dtype) -> PreTrainedModel:
+    """One layer of the width of a 7B's; of a sixteenth of it in a dry run."""
+    part = 16 if GPU_DRY_RUN or DEVICE.type == "cpu" else 1
+    heads = 32 // part
+    return _llama(dtype, 4096 // part, 11008 // part, 1, heads, heads, 128)
+
+
+def _llama(
+    dtype: torch.dtype, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, head_dim: int
+) -> PreTrainedModel:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=96,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
@@ -66,7 +79,7 @@ def model_of(kind: str, head_dim: int, dtype: torch.dtype, layers: int = 1, shar
     model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
     for parameter in model.parameters():
         if parameter.ndim > 1:
-            parameter.mul_(sharpness)
+            parameter.mul_(32 / hidden**0.5)  # queries and keys are of one size, whatever the width
     return model.to(dtype).to(DEVICE)
 
 

@@ -16,9 +16,10 @@ from transformers import PreTrainedModel
 import lp
 from launch.bench.compare import differences
 from lp.config import Capture
+from lp.models import captured_forests
 from lp.models.runner import ModelRunner
 from tests.conftest import GPU_DRY_RUN
-from tests.gpu.parity import DTYPES, PREFIXES, TOLERANCE, VOCABULARY, layouts, model_of, text
+from tests.gpu.parity import DTYPES, PREFIXES, TOLERANCE, VOCABULARY, layer_of_7b, layouts, model_of, text
 from tests.support.layouts import visible_of
 
 pytestmark = pytest.mark.gpu
@@ -55,6 +56,7 @@ def _error(output: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
 
 
 def _check(
+    model: PreTrainedModel,
     attention: str,
     dtype: torch.dtype,
     capture: Capture,
@@ -62,7 +64,6 @@ def _check(
     names: list[str],
     record_property: Callable[[str, object], None],
 ) -> None:
-    model = model_of("GQA", 64, dtype, layers=2)
     record_property("part", f"step, capture={capture}, {attention}")
     record_property("dtype", str(dtype).removeprefix("torch."))
     expected = _logits(copy.deepcopy(model).double(), "eager", Capture.OFF, prefixes, names)
@@ -86,14 +87,24 @@ def test_a_captured_step_is_as_near_float64_as_one_that_is_not(
     attention: str, dtype: torch.dtype, record_property: Callable[[str, object], None]
 ) -> None:
     """A graph replays what it was captured with: a length, a mask or a token of another step would be in its logits."""
-    _check(attention, dtype, GRAPH, PREFIXES, list(layouts()), record_property)
+    _check(model_of("GQA", 64, dtype, layers=2), attention, dtype, GRAPH, PREFIXES, list(layouts()), record_property)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("attention", ["sdpa", "flash"])
+def test_a_layer_of_real_width_is_as_near(
+    attention: str, dtype: torch.dtype, record_property: Callable[[str, object], None]
+) -> None:
+    """Libraries take other kernels for the products of a 7B's layer than for small ones, and so do ours."""
+    _check(layer_of_7b(dtype), attention, dtype, GRAPH, PREFIXES[:4], list(layouts()), record_property)
 
 
 @pytest.mark.skipif(GPU_DRY_RUN, reason="compiling takes longer than a dry run may")
 @pytest.mark.parametrize("attention", ["sdpa", "flash"])
 def test_a_compiled_step_is_as_near(attention: str, record_property: Callable[[str, object], None]) -> None:
     """A length that is compiled in is wrong behind the next prefix. One size alone: each is compiled by itself."""
-    _check(attention, torch.bfloat16, Capture.COMPILE, PREFIXES[2:], ["window alone"], record_property)
+    model = model_of("GQA", 64, torch.bfloat16, layers=2)
+    _check(model, attention, torch.bfloat16, Capture.COMPILE, PREFIXES[2:], ["window alone"], record_property)
 
 
 @pytest.mark.parametrize("attention", BACKENDS)
@@ -112,3 +123,29 @@ def test_captured_text_is_that_of_plain_decoding(
         prompt = text(length)
         tokens = {name: method.generate(prompt, 48).tokens for name, method in methods.items()}
         assert [found for found in differences(model, prompt, tokens, tokens["plain"]) if not found.near_tie] == []
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_texts_of_an_engine_are_those_of_plain_decoding(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
+) -> None:
+    """Texts that come and go share captured steps: where each lies in the pool is data, and so is what it samples."""
+    monkeypatch.setattr(captured_forests, "UNCAPTURED", 0)
+    model = model_of("GQA", 64, dtype, layers=2)
+    record_property("part", f"several texts, capture={GRAPH}")
+    record_property("dtype", str(dtype).removeprefix("torch."))
+    engine = lp.Engine(lp.LookaheadDecoder(model, CONFIG, capture=GRAPH), cache_tokens=2048)
+    prompts = [text(length) for length in (40, 3, 90, 17)]
+    handles = [engine.submit(prompt, 48, eos_token_id=()) for prompt in prompts[:2]]
+    for _ in range(4):
+        engine.step()
+    handles += [engine.submit(prompt, 32, eos_token_id=()) for prompt in prompts[2:]]
+    engine.run()
+    shared = engine._core._shared
+    assert bool(shared and shared._steps) == (GRAPH is Capture.GRAPH)
+    plain = lp.AutoregressiveDecoder(model)
+    for prompt, handle in zip(prompts, handles, strict=True):
+        tokens = handle.result().tokens
+        alone = plain.generate(prompt, len(tokens), eos_token_id=()).tokens
+        found = differences(model, prompt, {"engine": tokens, "plain": alone}, alone)
+        assert [each for each in found if not each.near_tie] == []

@@ -155,20 +155,20 @@ def test_waiting_is_counted_and_no_graph_takes_it(gpu: SimulatedCuda, how: str) 
     assert "not permitted when stream is capturing" in str(error.value.__context__)
 
 
-@pytest.mark.parametrize(
-    "work",
-    [
-        lambda a: a.sum(),
-        lambda a: a.masked_fill_(a > 1, 0.0),
-        lambda a: a.__setitem__(a > 1, 0.0),
-        lambda a: a[torch.zeros(1, dtype=torch.long, device="cuda")],
-        lambda a: torch.arange(4, device=a.device),
-        lambda a: torch.zeros(4, dtype=torch.bool, device=a.device),
-        lambda a: a.topk(2),
-        lambda a: a[2:4].copy_(a[:2]),
-        lambda a: a.to(torch.float64),
-    ],
-)
+KERNELS: list[Callable[[torch.Tensor], object]] = [
+    lambda a: a.sum(),
+    lambda a: a.masked_fill_(a > 1, 0.0),
+    lambda a: a.__setitem__(a > 1, 0.0),
+    lambda a: a[torch.zeros(1, dtype=torch.long, device="cuda")],
+    lambda a: torch.arange(4, device=a.device),
+    lambda a: torch.zeros(4, dtype=torch.bool, device=a.device),
+    lambda a: a.topk(2),
+    lambda a: a[2:4].copy_(a[:2]),
+    lambda a: a.to(torch.float64),
+]
+
+
+@pytest.mark.parametrize("work", KERNELS)
 def test_kernels_do_not_wait(gpu: SimulatedCuda, work: Callable[..., object]) -> None:
     """A count that is too high hides the one that is added."""
     values = on_gpu()

@@ -66,7 +66,7 @@ def _replacements() -> dict[str, Any]:
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_name": lambda device=None: "a simulated GPU",
         "graph": graph,
-        "get_sync_debug_mode": lambda: simulation().sync_debug_mode,
+        "get_sync_debug_mode": lambda: SimulatedCuda.sync_debug_mode,
         "graph_pool_handle": lambda: (0, 0),
         "is_current_stream_capturing": lambda: simulation().recording is not None,
         "mem_get_info": lambda device=None: (60 * GIB, 80 * GIB),
@@ -95,4 +95,4 @@ def _in_parts(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> InParts:
 
 
 def _set_sync_debug_mode(mode: int | str) -> None:
-    simulation().sync_debug_mode = {"default": 0, "warn": 1, "error": 2}[mode] if isinstance(mode, str) else mode
+    SimulatedCuda.sync_debug_mode = {"default": 0, "warn": 1, "error": 2}[mode] if isinstance(mode, str) else mode

@@ -36,6 +36,31 @@ class DeviceError(RuntimeError):
     """CUDA would have refused this operation; the simulation does so in its place."""
 
 
+class HostHangs(BaseException):
+    """The host would wait for ever: no error, which the code under test might handle."""
+
+
+class Hang:
+    """What the device waits for, and all that was asked of it since.
+
+    Attributes:
+        ended: somebody has ended it.
+    """
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        self.ended = False
+
+    def refuse(self) -> None:
+        """The host waits for it, without a limit.
+
+        Raises:
+            HostHangs: it would wait for ever.
+        """
+        if not self.ended:
+            raise HostHangs(f"the host waits for ever: {self.reason}")
+
+
 class CudaTensor(torch.Tensor):
     """A tensor that says it is on a GPU.
 
@@ -95,9 +120,12 @@ class SimulatedCuda(TorchDispatchMode):
     Attributes:
         events: counts of what was asked for.
         recording: operations of the graph that is being captured; None when none is.
+        hang: what the device waits for, or has waited for last.
         stream, default_stream: the thread's current and default stream; None until one is asked for.
-        sync_debug_mode: 0 lets the host wait, 2 makes waiting within an operation an error, as torch.cuda has it.
+        sync_debug_mode: as torch has it, for all threads: 0 lets the host wait, 2 makes waiting in one an error.
     """
+
+    sync_debug_mode = 0
 
     def __init__(self, index: int = 0) -> None:
         super().__init__()
@@ -105,9 +133,9 @@ class SimulatedCuda(TorchDispatchMode):
         self.events = Events()
         self.copies = Copies()
         self.recording: Recording | None = None
+        self.hang: Hang | None = None
         self.stream: Any = None
         self.default_stream: Any = None
-        self.sync_debug_mode = 0
 
     def __enter__(self) -> SimulatedCuda:
         if not hasattr(_here, "simulations"):
@@ -138,6 +166,8 @@ class SimulatedCuda(TorchDispatchMode):
         self.refuse_in_capture(what)
         if self.sync_debug_mode and not what.startswith(EXPLICIT):
             raise RuntimeError(f"called a synchronizing CUDA operation ({what} at {line_of_lp()})")
+        if self.hang and count is None:
+            self.hang.refuse()
         self.events.note(SYNC, what)
         self.copies.finish(count)
 

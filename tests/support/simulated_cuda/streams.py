@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.support.simulated_cuda.simulation import simulation
+from tests.support.simulated_cuda.simulation import Hang, simulation
 
 
 class Stream:
@@ -64,19 +64,25 @@ class Event:
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
         self._copies = 0
         self._seconds = 0.0
+        self._hang: Hang | None = None
 
     def record(self, stream: Stream | None = None) -> None:
         self._copies = simulation().copies.count
+        self._hang = simulation().hang
         self._seconds = time.perf_counter()
 
     def wait(self, stream: Stream | None = None) -> None:
         """The device waits, not the host."""
 
     def synchronize(self) -> None:
+        if self._hang:
+            self._hang.refuse()
         simulation().wait("Event.synchronize", self._copies)
 
     def query(self) -> bool:
         """Whether all before it is over: the host asks until it is, which counts as waiting."""
+        if self._hang and not self._hang.ended:
+            return False
         self.synchronize()
         return True
 

@@ -1,0 +1,65 @@
+"""Finds operations in which the host waits for the device, before a CUDA graph is captured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# By an index tensor: a mask is turned into numbers first, and the host waits for how many there are; one on the host is
+# copied.
+INDEXES = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
+
+
+class NoWaiting(TorchDispatchMode):
+    """Within it, an operation in which this thread's host code waits for a GPU is an error.
+
+    Torch has a mode for it (`torch.cuda.set_sync_debug_mode`), which is the whole process's: another thread that waits
+    for its GPU, as it may, would fail too, and a warning that nobody asked for is shown.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not isinstance(func, torch._ops.OpOverload):  # one that takes functions
+            return func(*args, **kwargs)
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+            with self:  # inference mode hands over whole what is composed of other operations
+                return func.decompose(*args, **kwargs)
+        if _waits(func, args, kwargs):
+            raise RuntimeError(f"called a synchronizing CUDA operation ({func})")
+        return func(*args, **kwargs)
+
+
+def _waits(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether the host waits for the device in this operation."""
+    tensors = [*_tensors(args), *_tensors(kwargs.values())]
+    on_cuda = any(tensor.is_cuda for tensor in tensors)
+    name = func._schema.name.partition("::")[2]
+    if name in ("_to_copy", "copy_"):
+        target = kwargs.get("device") or args[0].device
+        other = args[0].device if name == "_to_copy" else args[1].device
+        non_blocking = kwargs.get("non_blocking") or args[2:] == (True,)
+        return {target.type, other.type} == {"cuda", "cpu"} and not non_blocking
+    if not on_cuda:
+        return False
+    if name in INDEXES:
+        indices = [index for index in args[1] if index is not None]
+        masks = [index for index in indices if index.dtype in (torch.bool, torch.uint8)]
+        fills = name not in ("index", "_unsafe_index") and len(indices) == 1 and args[2].numel() == 1
+        return (bool(masks) and not fills) or not all(index.is_cuda for index in indices)
+    if name == "lift_fresh":  # numbers of a list have been copied to the device
+        return True
+    sized = kwargs.get("output_size") is not None  # it need not be looked up
+    return torch.Tag.data_dependent_output in func.tags or (torch.Tag.dynamic_output_shape in func.tags and not sized)
+
+
+def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _tensors(value)
+    return found
