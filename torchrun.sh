@@ -5,6 +5,7 @@
 #   bash torchrun.sh launch.generate W=7 N=5 G=7  # an app and its overrides
 #   bash torchrun.sh launch.generate "def f(a):"  # a prompt as it is; - for standard input
 #   bash torchrun.sh launch.serve model=hf model.name=FOLDER   # endpoints for editors; see docs/guide/serve.md
+#   bash torchrun.sh launch.batch in.jsonl out.jsonl   # answers a file of requests; see docs/guide/batches.md
 #   bash torchrun.sh launch.chat                  # rank 0 reads the keyboard; Ctrl-C stops an answer, not the ranks
 #   NPROC=2 bash torchrun.sh                      # two ranks; default: one a GPU, or one on the CPU
 #   NNODES=2 NODE_RANK=0 RDZV_ENDPOINT=host0:29500 bash torchrun.sh ...   # on each node, with its own NODE_RANK
@@ -27,8 +28,8 @@ case "${1:-}" in
     ;;
 esac
 case "$app" in
-  launch.generate | launch.chat | launch.serve | launch.benchmark | launch.scaling | launch.profile | launch.tune | \
-    launch.ngrams | launch.doctor)
+  launch.generate | launch.chat | launch.serve | launch.batch | launch.benchmark | launch.scaling | launch.profile | \
+    launch.tune | launch.ngrams | launch.doctor)
     module=(launch.cli "${app#launch.}")
     ;;
   launch.*) module=() ;; # no app of ours
@@ -39,6 +40,7 @@ if [ ${#module[@]} = 0 ] || { [ "${module[0]}" != launch.cli ] && [ ! -f "$root/
   launch.generate    continue prompts and show the text (the default)
   launch.chat        talk to a model at a terminal
   launch.serve       put a model behind the endpoints that editors and clients call
+  launch.batch       answer a file of requests, which are those of the endpoints
   launch.benchmark   measure methods on the prompts of a task
   launch.scaling     measure or project methods over numbers of ranks
   launch.profile     show where the time of a step goes
@@ -48,7 +50,7 @@ if [ ${#module[@]} = 0 ] || { [ "${module[0]}" != launch.cli ] && [ ! -f "$root/
 To continue a text: bash torchrun.sh launch.generate TEXT"
 fi
 
-case "$app" in launch.serve) setup serve,grammar ;; *) setup ;; esac
+case "$app" in launch.serve | launch.batch) setup serve,grammar ;; *) setup ;; esac
 
 case "$app" in launch.ngrams | launch.doctor) NPROC=1 NNODES=1 MAX_RESTARTS=0 ;; esac # tools of one process
 nproc=${NPROC:-} nnodes=${NNODES:-1}
@@ -77,10 +79,11 @@ if [ "$app" = launch.scaling ] || { [ "$nproc" = 1 ] && [ "$nnodes" = 1 ] && [ "
   exec "$python" -m "${module[@]}" "$@"
 fi
 
-# A chat goes on after Ctrl-C, and a server finishes its texts.
+# A chat goes on after Ctrl-C; a server and a batch finish their texts.
 case "$app" in
   launch.chat) export LP_FORWARD=SIGINT ;;
   launch.serve) export LP_FORWARD=SIGINT,SIGTERM ;;
+  launch.batch) export LP_FORWARD=SIGINT,SIGTERM ;;
 esac
 where=(--standalone) # a free port
 if [ "$nnodes" != 1 ]; then

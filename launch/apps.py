@@ -14,18 +14,23 @@ class App:
         summary: one line for the list of apps.
         prompts: whether it continues prompts, which `--prompt` gives.
         measures: whether it needs lp's functions compiled from the start: it measures, or runs for long.
+        files: keys of files that may be named without their keys, in this order.
     """
 
     function: str
     summary: str
     prompts: bool = True
     measures: bool = True
+    files: tuple[str, ...] = ()
 
 
 APPS = {
     "generate": App("generate", "continue prompts and show the text", measures=False),
     "chat": App("chat", "talk to a model at a terminal", prompts=False, measures=False),
     "serve": App("serve", "put a model behind the endpoints that editors and clients call", prompts=False),
+    "batch": App(
+        "batch", "answer a file of requests, which are those of the endpoints", prompts=False, files=("input", "out")
+    ),
     "benchmark": App("benchmark", "measure methods on the prompts of a task"),
     "scaling": App("scaling", "measure or project methods over numbers of ranks"),
     "profile": App("profile_model", "show where the time of a step goes", prompts=False),

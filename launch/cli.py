@@ -27,7 +27,7 @@ from lp.waits import waiting
 
 from . import PACKAGE
 from .apps import APPS, TOOLS, App
-from .config.arguments import closest, overrides_first, take_prompt
+from .config.arguments import closest, overrides_first, take_files, take_prompt
 from .running.wait_line import waits_shown
 
 # Options of Hydra with which no job runs.
@@ -102,7 +102,7 @@ def _start(name: str, args: Sequence[str]) -> None:
         return getattr(module, app.function)(config)
 
     with reported(), starting:  # its line is erased before an error is reported
-        overrides = take_prompt(args, positional=name == "generate") if app.prompts else list(args)
+        overrides = own_arguments(name, args)
         options = [each.partition("=")[0] for each in overrides if each.startswith("-")]
         if any(map(names_key, options)):  # argparse would show its value
             raise UserError("the API key is not given as an option; give it in the environment, as LP_API_KEY")
@@ -118,6 +118,20 @@ def _start(name: str, args: Sequence[str]) -> None:
         from .running.hydra_app import run  # imports lp's functions, which are compiled by now
     sys.argv = [f"lp {name}", *overrides_first(overrides)]  # where Hydra reads them
     run(task, name)
+
+
+def own_arguments(name: str, args: Sequence[str]) -> list[str]:
+    """An app's arguments as Hydra takes them: without a prompt, files with their keys.
+
+    Args:
+        name: the app.
+        args: what the user typed behind it.
+
+    Raises:
+        UserError: more than one prompt, or too many files.
+    """
+    app = APPS[name]
+    return take_prompt(args, positional=name == "generate") if app.prompts else take_files(args, app.files)
 
 
 def needs_compiled(app: App, overrides: Sequence[str]) -> bool:

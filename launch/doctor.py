@@ -40,7 +40,7 @@ WHY_NOT_FUSED = "lp.models.fused"  # the logger
 NEEDED = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "numba", "hydra-core")
 # What is refused without these packages, by the extra that brings them.
 EXTRAS = {
-    "serve": (("fastapi", "uvicorn", "prometheus_client"), f"{app_command('serve')}"),
+    "serve": (("fastapi", "uvicorn", "prometheus_client", "httpx"), f"{app_command('serve')}, {app_command('batch')}"),
     "grammar": (("llguidance",), "json_schema=, and grammars of a server's clients"),
     "quantized": (("torchao",), "models whose weights torchao quantised"),
     "datasets": (("datasets",), "tasks that come from the hub"),

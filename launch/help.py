@@ -34,7 +34,7 @@ def app_help(app: str, overrides: Sequence[str]) -> str:
     register_resolvers()
     columns = min(shutil.get_terminal_size((80, 24)).columns, WIDTH)
     prompted = APPS[app].prompts
-    text = " [TEXT]" if app == "generate" else ""
+    text = " [TEXT]" if app == "generate" else "".join(f" {key.upper()}" for key in APPS[app].files)
     keys = app_keys(app)
     shared = {item.name for item in fields(Common)}
     own = [key for key in keys if key.name.split(".")[0] not in shared]

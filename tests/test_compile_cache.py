@@ -174,7 +174,7 @@ def test_compiling_that_ends_early(end: str, code: int, processes: Processes, tm
 def test_which_runs_wait_for_the_compiling() -> None:
     """A minute before a config is shown, or before a text, is for nothing."""
     assert [name for name, app in APPS.items() if needs_compiled(app, ["W=3"])] == [
-        *("serve", "benchmark", "scaling", "profile", "tune")
+        *("serve", "batch", "benchmark", "scaling", "profile", "tune")
     ]
     assert not any(needs_compiled(app, ["--cfg", "job"]) for app in APPS.values())
     asked = {"compare=true": True, "++compare=True": True, "compare=true,false": True, "experiment=demo": True}

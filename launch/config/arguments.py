@@ -67,6 +67,48 @@ def take_prompt(args: Sequence[str], positional: bool) -> list[str]:
     return others
 
 
+def take_files(args: Sequence[str], keys: Sequence[str]) -> list[str]:
+    """Give files that stand by themselves in an app's arguments their keys: `in.jsonl out.jsonl`, or `in=in.jsonl`.
+
+    Args:
+        args: what the user typed behind the app.
+        keys: keys of the files, in their order.
+
+    Returns:
+        Hydra's arguments.
+
+    Raises:
+        UserError: there are more files than keys.
+    """
+    found: list[str] = []
+    files: list[str] = []
+    rest = list(args)
+    while rest:
+        arg = rest.pop(0)
+        if arg in WITH_VALUE:
+            found += [arg, *rest[:1]]
+            del rest[:1]
+        elif not keys or arg.startswith("-") or OVERRIDE.match(arg):
+            found.append(re.sub("^in=", "input=", arg) if "input" in keys else arg)  # no field can be called `in`
+        else:
+            files.append(arg)
+    given = {each.partition("=")[0] for each in found}
+    left = [key for key in keys if key not in given]
+    if len(files) > len(left):
+        raise UserError(
+            f"{files[len(left)]!r} is one file too many; give {' and '.join(keys)}, and settings as KEY=VALUE"
+        )
+    return [*found, *(f"{key}={_quoted(file)}" for key, file in zip(left, files, strict=False))]
+
+
+def _quoted(text: str) -> str:
+    """A text as one value of Hydra's, whatever characters it has."""
+    escaped = re.sub(r"(\\*)'", r"\1\1\\'", text)
+    trailing = re.search(r"\\*$", escaped)
+    assert trailing
+    return f"'{escaped}{trailing[0]}'"
+
+
 def overrides_first(args: Sequence[str]) -> list[str]:
     """Overrides, then Hydra's options: argparse takes them on one side of an option, and shows what it refuses.
 

@@ -231,7 +231,23 @@ class Tasked(Common):
 
 
 @dataclass
-class Config(Tasked):
+class Texts(Common):
+    """Keys of apps that show texts.
+
+    Args:
+        json_schema: a file with a JSON schema, which every text follows (extra `grammar`); lp generate keeps no journal
+            of such texts.
+        generation_config: whether the checkpoint's generation_config.json is followed: auto (penalties, suppressed
+            tokens and the like; where it samples, texts are sampled under `seed` unless sampling=sample, or a chat's
+            /set temperature=0, says how), or none.
+    """
+
+    json_schema: str | None = None
+    generation_config: str = "auto"
+
+
+@dataclass
+class Config(Tasked, Texts):
     """Keys of lp generate.
 
     Args:
@@ -245,11 +261,7 @@ class Config(Tasked):
             times as long as the texts.
         journal: a file of what is generated, token by token: the same run, started again, goes on from it. Where ranks
             are started again, null is journal.jsonl in the run's folder.
-        json_schema: a file with a JSON schema, which every text follows (extra `grammar`). Without a journal.
         verbose: print after every prompt how many tokens its steps took, and why.
-        generation_config: whether the checkpoint's generation_config.json is followed: auto (penalties, suppressed
-            tokens and the like; where it samples, texts are sampled under `seed` unless sampling=sample says how), or
-            none.
     """
 
     max_new_tokens: int = 64
@@ -259,9 +271,7 @@ class Config(Tasked):
     stream: bool = True
     compare: bool = False
     journal: str | None = None
-    json_schema: str | None = None
     verbose: bool = False
-    generation_config: str = "auto"
 
 
 @dataclass
@@ -378,24 +388,19 @@ class TuneConfig(Tasked):
 
 
 @dataclass
-class ChatConfig(Common):
+class ChatConfig(Texts):
     """Keys of lp chat.
 
     Args:
         seed: the seed of sampling; null draws another one for every answer.
         system: the system prompt, before the first turn.
-        json_schema: a file with a JSON schema, which every answer follows (extra `grammar`).
         history_file: a file of the lines typed in former chats, for the arrow keys; null: none.
-        generation_config: whether the checkpoint's generation_config.json is followed: auto (penalties, suppressed
-            tokens and the like; where it samples, answers are sampled, until /set temperature=0), or none.
     """
 
     max_new_tokens: int = 512
     seed: int | None = None
     system: str | None = None
-    json_schema: str | None = None
     history_file: str | None = None
-    generation_config: str = "auto"
 
 
 @dataclass
@@ -420,52 +425,42 @@ class FimSchema:
 
 
 @dataclass
-class ServeConfig(Common):
-    """Keys of lp serve.
+class AnsweringConfig(Common):
+    """Keys of apps that answer requests.
 
     Args:
-        max_new_tokens: most tokens of a text whose client names no limit.
-        seed: the seed of texts whose client gives none; null draws one for every text. `sampling` is what clients get
+        max_new_tokens: most tokens of a text whose request names no limit.
+        seed: the seed of texts whose request gives none; null draws one for every text. `sampling` is what requests get
             that give no temperature.
-        host: where rank 0 listens; 0.0.0.0 is every address of the machine, which wants an api_key.
-        port: the port; 0 takes any free one, and says which.
-        api_key: clients must send it, as Authorization: Bearer KEY; null: they need none. In the environment it stays
-            out of `ps`.
-        metrics_key: whether /metrics needs the key too: scrapers rarely have one.
-        models_key: whether the list of models needs the key: false lets a router's probes read it.
-        served_name: what clients call the model: a name, or several, as in served_name='[a,b]', of which answers have
+        api_key: the server's key: clients must send it, as Authorization: Bearer KEY, and lp batch sends it to
+            `servers`; null: there is none. In the environment it stays out of `ps`.
+        served_name: what requests call the model: a name, or several, as in served_name='[a,b]', of which answers have
             the first; '*' among them takes any name. null: its own name, or the last part of it; of a snapshot's folder
             in the hub's cache, ORG/NAME.
         chat_template: a file with a chat template (Jinja), in place of the model's own.
         max_sequences: texts that take steps together; further ones wait.
-        max_waiting: texts that may wait; further ones are refused with 429.
         cache_tokens: cache slots for all texts; null: half of the free memory, or what the longest texts need.
         prefill_chunk: tokens of prompts in a step that other texts take part in.
         max_body_bytes: largest body of a request.
         timeout_s: a request ends with an error after so many seconds; 0: never.
         drain_s: after Ctrl-C or SIGTERM, texts may go on for so many seconds.
-        journal: a folder for the requests under way, of this server alone, with the tokens of their texts. A server
-            that is started again goes on behind them where a client sends the same request again within a day, its seed
-            included. null: none are kept.
+        journal: a folder for the requests under way, of this process alone, with the tokens of their texts. One that is
+            started again goes on behind them where the same request comes again within a day, its seed included. null:
+            none are kept.
         reasoning: models that think first: the tokens around their reasoning, as in reasoning='[<think>,</think>]', or
             auto for those of known families. A chat's answer then has it apart, in reasoning_content, and a
             response_format begins behind it. null: an answer is all text, and a response_format begins with it.
         generation_config: whether the checkpoint's generation_config.json is followed, field by field behind what a
-            client gives: auto (where it samples, texts whose client gives no temperature are sampled as it says), or
+            request gives: auto (where it samples, texts whose request gives no temperature are sampled as it says), or
             none.
     """
 
     max_new_tokens: int = 1024
     seed: int | None = None
-    host: str = "127.0.0.1"
-    port: int = 8000
     api_key: str | None = field(default=II("oc.env:LP_API_KEY,null"), repr=False)  # not in a traceback or a log
-    metrics_key: bool = False
-    models_key: bool = True
     served_name: Any = None  # text, a list of text, or null
     chat_template: str | None = None
     max_sequences: int = 8
-    max_waiting: int = 64
     cache_tokens: int | None = None
     prefill_chunk: int = 128
     max_body_bytes: int = 4 << 20
@@ -475,6 +470,42 @@ class ServeConfig(Common):
     fim: FimSchema = field(default_factory=FimSchema)
     reasoning: Any = None  # "auto", two texts, or null
     generation_config: str = "auto"
+
+
+@dataclass
+class ServeConfig(AnsweringConfig):
+    """Keys of lp serve.
+
+    Args:
+        host: where rank 0 listens; 0.0.0.0 is every address of the machine, which wants an api_key.
+        port: the port; 0 takes any free one, and says which.
+        metrics_key: whether /metrics needs the key too: scrapers rarely have one.
+        models_key: whether the list of models needs the key: false lets a router's probes read it.
+        max_waiting: texts that may wait; further ones are refused with 429.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    metrics_key: bool = False
+    models_key: bool = True
+    max_waiting: int = 64
+
+
+@dataclass
+class BatchConfig(AnsweringConfig):
+    """Keys of lp batch.
+
+    Args:
+        input: the file of requests, in OpenAI's batch format; `lp batch IN OUT` and in=FILE name it too.
+        out: the file of answers, one line a request, in the order in which they end. The same command goes on with a
+            file that has some of them.
+        servers: addresses of servers that answer, as in servers=[http://a:8000,http://b:8000]; none: the model in this
+            process does.
+    """
+
+    input: str = MISSING
+    out: str = MISSING
+    servers: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -644,6 +675,7 @@ def register() -> None:
         "generate": Config,
         "chat": ChatConfig,
         "serve": ServeConfig,
+        "batch": BatchConfig,
         "profile": ProfileConfig,
         "tune": TuneConfig,
         "benchmark": BenchmarkConfig,

@@ -20,7 +20,11 @@ from lp.sampling.params import SamplingParams
 from .harness import Command, option
 from .places import PLACES
 
-MEASURING = ("benchmark", "scaling")
+SHARED = {
+    "Apps that show texts": ("generate", "chat"),
+    "Apps that answer requests": ("serve", "batch"),
+    "Apps that measure methods": ("benchmark", "scaling"),
+}
 PAGE = CONF.parent / PLACES["config"]
 HEAD = """# Configuration
 
@@ -49,12 +53,14 @@ def page() -> str:
     parts += ["## Apps that continue prompts\n", f"lp {', lp '.join(prompted)}.\n", table(prompts)]
     of_task = [*schema_keys(TaskSchema, vars(TaskSchema()), "task.")]
     parts += ["### task=\n", f"{summary(TaskSchema)}.\n", table(of_task)]
-    shared = [key for key in keys[MEASURING[0]] if all(key in keys[app] for app in MEASURING)]
-    measured = [key for key in shared if key not in common and key not in prompts]
-    parts += ["## Apps that measure methods\n", f"lp {', lp '.join(MEASURING)}.\n", table(measured)]
+    above = {app: common + (prompts if entry.prompts else []) for app, entry in APPS.items()}
+    for title, apps in SHARED.items():
+        shared = [key for key in keys[apps[0]] if all(key in keys[app] and key not in above[app] for app in apps)]
+        parts += [f"## {title}\n", f"lp {', lp '.join(apps)}.\n", table(shared)]
+        for app in apps:
+            above[app] = above[app] + shared
     for app, entry in APPS.items():
-        above = common + (prompts if entry.prompts else []) + (measured if app in MEASURING else [])
-        own = [key for key in keys[app] if key not in above]
+        own = [key for key in keys[app] if key not in above[app]]
         parts += [f"## lp {app}\n", f"{entry.summary[0].upper()}{entry.summary[1:]}.\n", table(own)]
     names_by_config: dict[type, list[str]] = {LookaheadConfig: []}  # it comes first
     for name, choice in decoder_choices().items():

@@ -16,7 +16,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import MissingConfigException
 
 from launch.apps import APPS
-from launch.config.arguments import take_prompt
+from launch.cli import own_arguments
 from launch.config.schema import register, settings
 from launch.running.hydra_app import CONF, import_plugins, register_resolvers
 from lp.attention import registry as attention_registry
@@ -76,8 +76,7 @@ def configs() -> None:
 
 def config_of(app: str, arguments: list[str]) -> object:
     """The config of a command; of a sweep, that of its first job."""
-    arguments = take_prompt(arguments, positional=app == "generate") if APPS[app].prompts else arguments
-    overrides = [word for word in arguments if not word.startswith("-")]
+    overrides = [word for word in own_arguments(app, arguments) if not word.startswith("-")]
     first = []
     for override in OverridesParser.create().parse_overrides(overrides):
         value = override.sweep_iterator() if override.is_sweep_override() else None

@@ -56,6 +56,7 @@ LAYERS = [
         "launch.serve",
         "launch.tune",
     },
+    {"launch.batch"},  # which answers requests as launch.serve does
     {"lp.__main__"},
     {"tests"},  # from here on, what an installed lp lacks
     {"scripts"},

@@ -11,11 +11,14 @@ import sys
 import textwrap
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import QuotedString
 
 import launch.apps
 import launch.cli
 import lp
-from launch.config.arguments import PROMPT, STDIN, overrides_first, take_prompt
+from launch.config.arguments import PROMPT, STDIN, overrides_first, take_files, take_prompt
+from lp.errors import UserError
 from tests.conftest import ROOT
 
 CODE = "def f(a, b=2): return '${x}' # \u65e5\u672c"
@@ -62,6 +65,33 @@ def test_prompts_that_cannot_be(args: list[str], message: str) -> None:
 
 def test_other_apps_take_no_text_by_itself() -> None:
     assert take_prompt(["hello"], positional=False) == ["hello"]
+
+
+@pytest.mark.parametrize(
+    ("args", "taken"),
+    [
+        (["a.jsonl", "b.jsonl", "seed=1"], ["seed=1", "input='a.jsonl'", "out='b.jsonl'"]),
+        (["--cfg", "job", "a.jsonl", "out=b"], ["--cfg", "job", "out=b", "input='a.jsonl'"]),
+        (["in=a", "b.jsonl"], ["input=a", "out='b.jsonl'"]),
+        (["in=a", "out=b", "-m"], ["input=a", "out=b", "-m"]),
+    ],
+)
+def test_files_need_no_keys(args: list[str], taken: list[str]) -> None:
+    assert take_files(args, ("input", "out")) == taken
+
+
+def test_files_of_any_name_are_what_they_are() -> None:
+    """Hydra reads quotes, brackets and commas in a value."""
+    for name in ("a b.jsonl", "it's.jsonl", "a,b.jsonl", "[x].jsonl", "a\\", "a\\'b", "{x}: y", '"q"', "null", "1e3"):
+        (override,) = OverridesParser.create().parse_overrides(take_files([name], ("input", "out")))
+        value = override.value()
+        assert (value.text if isinstance(value, QuotedString) else value) == name
+
+
+def test_too_many_files() -> None:
+    with pytest.raises(UserError, match=r"'c' is one file too many; give input and out, and settings as KEY=VALUE"):
+        take_files(["a", "b", "c"], ("input", "out"))
+    assert take_files(["x", "in=y"], ()) == ["x", "in=y"]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import lp
-from launch.serve.server import resumed_model
+from launch.serve.opening import resumed_model
 from launch.serve.spec import TextSpec
 from launch.serve.unfinished import UnfinishedRequests
 from lp.digest import chain_digest
@@ -255,12 +255,12 @@ def test_the_model_s_own_end_names_a_request(loaded: Loaded, monkeypatch: pytest
 
 def test_a_journal_that_somebody_has_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its lines are read as far as they are a server's, and shown without what steers a terminal."""
-    from launch.serve.server import _report
+    from launch.serve.opening import report
 
     for number, changed in enumerate([{"key": [1]}, {"key": {}}, {"id": "\x1b[31m\nc"}]):
         first = json.dumps({"id": "a", "began": 1, **changed}, separators=(",", ":"))
         (tmp_path / f"{number}.jsonl").write_text(first + '\n{"text": 0, "t": [1, 2]}\n')
-    _report(UnfinishedRequests(tmp_path, "model").earlier)
+    report(UnfinishedRequests(tmp_path, "model").earlier)
     lines = capsys.readouterr().err.splitlines()
     assert [line.count("request unknown") for line in lines] == [1, 1, 0]
     assert all(line.isprintable() for line in lines) and "\\x1b[31m\\nc" in lines[2]

@@ -122,7 +122,7 @@ class SimulatedCuda(TorchDispatchMode):
         recording: operations of the graph that is being captured; None when none is.
         hang: what the device waits for, or has waited for last.
         stream, default_stream: the thread's current and default stream; None until one is asked for.
-        sync_debug_mode: as torch has it, for all threads: 0 lets the host wait, 2 makes waiting in one an error.
+        sync_debug_mode: one for all threads: 0 lets the host wait, 2 makes waiting within an operation an error.
     """
 
     sync_debug_mode = 0

@@ -1,0 +1,134 @@
+"""The app: from a config to a file of requests that is answered."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lp.checks import env_int
+from lp.engine.interrupts import interruption, sigterm_raises
+from lp.errors import UserError
+from lp.waits import waiting
+
+from ..config.schema import BatchConfig
+from ..running.once import rank
+from ..serve.engine_loop import EngineLoop
+from ..serve.opening import check_answering, check_packages, follow, open_engine, own_journal, read_settings, report
+from .answers import Answers
+from .lines import Lines
+
+if TYPE_CHECKING:
+    from .dispatch import Dispatch  # whose package is of an extra
+    from .places import Place
+
+PACKAGES = ("fastapi", "prometheus_client", "httpx")  # of the extra `serve`
+ANY_NUMBER = 1 << 30  # of texts that may wait: a request for many is none too many here
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def batch(config: BatchConfig) -> None:
+    """Answer a file of requests.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C or SIGTERM came; the same command goes on.
+        ValueError: a user error.
+    """
+    with sigterm_raises():
+        _batch(config)
+
+
+def _batch(config: BatchConfig) -> None:
+    check_packages("batch", PACKAGES)
+    check_answering(config)
+    if config.servers:
+        _by_servers(config)
+        return
+    settings = read_settings(config)
+    with ExitStack() as held:
+        files = _files(config, held) if rank() == 0 else None
+        if files and env_int("WORLD_SIZE", 1) == 1 and not _left(*files):
+            _answer(config, *files, [])
+            return
+        held.enter_context(own_journal(config))
+        opened = open_engine(config, settings)
+        if files is None:
+            follow(opened)
+            return
+        loop = EngineLoop(opened.engine, opened.grammars, ANY_NUMBER)
+        held.callback(loop.close)
+        loop.start()
+        _by_engine(config, files, opened.served(config, loop), loop)
+
+
+def _files(config: BatchConfig, held: ExitStack) -> tuple[Lines, Answers]:
+    with waiting(f"reading {config.input}"):
+        lines = Lines(Path(config.input))
+    return lines, held.enter_context(Answers(Path(config.out), lines))
+
+
+def _left(lines: Lines, answers: Answers) -> int:
+    return sum(line.key not in answers.done for line in lines.lines)
+
+
+def _by_engine(config: BatchConfig, files: tuple[Lines, Answers], served: Any, loop: EngineLoop) -> None:
+    from ..serve.api import build_app
+    from .places import OwnEngine
+
+    report(served.unfinished.earlier)
+    place = OwnEngine(build_app(served, max_body_bytes=config.max_body_bytes), loop)
+    _answer(config, *files, [place])
+
+
+def _by_servers(config: BatchConfig) -> None:
+    from .places import Server, server_urls
+
+    urls = server_urls(config.servers)
+    if (ranks := env_int("WORLD_SIZE", 1)) > 1:
+        raise UserError(f"servers is given in a launch of {ranks} ranks; start one process")
+    with ExitStack() as held:
+        lines, answers = _files(config, held)
+        servers = [Server(url, config.api_key, config.max_sequences, config.timeout_s) for url in urls]
+        _answer(config, lines, answers, servers)
+
+
+def _answer(config: BatchConfig, lines: Lines, answers: Answers, places: Sequence[Place]) -> None:
+    """Have the requests answered, and say what it came to.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C or SIGTERM came.
+    """
+    from .dispatch import Dispatch
+    from .progress import BatchProgress
+
+    with BatchProgress(len(lines.lines), len(answers.done), answers.failed, config.out) as progress:
+        dispatch = Dispatch(lines, answers, places, progress, config.timeout_s, config.drain_s)
+        number = asyncio.run(_run(dispatch, places)) if places else 0
+    print(progress.summary(), flush=True)
+    if number and _left(lines, answers):
+        raise interruption(number)
+
+
+async def _run(dispatch: Dispatch, places: Sequence[Place]) -> int:
+    """Have the requests answered; the number of the first signal that came meanwhile, 0 for none."""
+    event_loop = asyncio.get_running_loop()
+    came: list[int] = []
+
+    def stop(number: int) -> None:
+        came.append(number)
+        dispatch.stop()
+
+    handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    for number in handled:
+        event_loop.add_signal_handler(number, stop, number)
+    try:
+        await dispatch.run()
+    finally:
+        for number in handled:
+            event_loop.remove_signal_handler(number)
+        for place in places:
+            await place.client.aclose()
+    return came[0] if came else 0

@@ -1,0 +1,306 @@
+"""Where requests are answered: by the engine of this process, or by a server."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from email.utils import parsedate_to_datetime
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import httpx
+
+from lp.errors import UserError
+
+from ..serve.engine_loop import EngineLoop
+from .lines import Request
+
+AHEAD = 2  # requests beyond the engine's places: when a text ends, the next one need not be read first
+CONNECT_S = 10.0
+PATIENCE_S = 30.0  # that a server has, beyond timeout_s, to say that a text took too long
+LOOK_S = 5.0  # a server's places are looked at as often
+MOST_REST_S = 30.0  # of a server that fails again and again
+MOST_RETRY_AFTER_S = 600.0
+NOT_NOW = (429, 503)  # nothing was done
+FAILED = (500, 502)  # something may have been done
+LOAD = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{.*\})? ([0-9.eE+]+)$", re.MULTILINE)
+SHOWN = 200  # characters of a body that is no JSON
+
+
+class Reply(NamedTuple):
+    """What a request was answered with.
+
+    Attributes:
+        status: HTTP's status code.
+        body: the answer, or an error in OpenAI's form.
+        request_id: the server's name of the request.
+    """
+
+    status: int
+    body: dict[str, Any]
+    request_id: str | None
+
+
+class Later(NamedTuple):
+    """A request was not answered, and is to be sent again, here or elsewhere.
+
+    Attributes:
+        why: the reason, for people.
+        under_way: the request may have been the reason.
+    """
+
+    why: str
+    under_way: bool
+
+
+class Place:
+    """Where requests are answered.
+
+    Args:
+        name: how messages call it.
+        client: sends requests to it.
+
+    Attributes:
+        busy: requests that it has.
+        seen_s: when it was last known to work, by time.monotonic().
+        trouble: what was wrong with it last; empty for nothing.
+    """
+
+    def __init__(self, name: str, client: httpx.AsyncClient) -> None:
+        self.name = name
+        self.client = client
+        self.busy = 0
+        self.seen_s = time.monotonic()
+        self.trouble = ""
+
+    @property
+    def free(self) -> int:
+        """How many requests it takes now."""
+        raise NotImplementedError
+
+    async def ask(self, request: Request) -> Reply | Later:
+        """Send a request and wait for its answer."""
+        raise NotImplementedError
+
+    def drain(self) -> None:
+        """No more requests come; those that it has may end."""
+
+    def abandon(self) -> None:
+        """End the requests that it has."""
+
+
+class OwnEngine(Place):
+    """The engine of this process, behind the endpoints of `lp serve`.
+
+    Args:
+        app: the ASGI application of the endpoints.
+        loop: runs the engine.
+    """
+
+    def __init__(self, app: Any, loop: EngineLoop) -> None:
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        super().__init__("the engine", httpx.AsyncClient(transport=transport, base_url="http://localhost"))
+        self._loop = loop
+        self._most = loop.engine.max_sequences + AHEAD
+
+    @property
+    def free(self) -> int:
+        return self._most - self.busy
+
+    async def ask(self, request: Request) -> Reply | Later:
+        """Send a request and wait for its answer.
+
+        Raises:
+            BaseException: what the engine has failed with.
+        """
+        answer = await _post(self.client, request)
+        if self._loop.failure and answer.status_code != 200:
+            raise self._loop.failure
+        self.seen_s = time.monotonic()
+        return Later("the engine ends", False) if answer.status_code == 503 else _reply(answer)
+
+    def drain(self) -> None:
+        self._loop.close(0)
+
+    def abandon(self) -> None:
+        self._loop.abandon()
+
+
+class Server(Place):
+    """A server, of ours or another engine's, with the endpoints of OpenAI.
+
+    Args:
+        url: its address, with or without /v1 at the end.
+        api_key: its key; None for none.
+        slots: requests that it computes at a time, where it does not say so itself.
+        timeout_s: seconds that a request may take; 0: any.
+        transport: what carries requests; None: the network.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None,
+        slots: int,
+        timeout_s: float,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        timeout = httpx.Timeout(timeout_s + PATIENCE_S if timeout_s else None, connect=CONNECT_S)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        client = httpx.AsyncClient(
+            base_url=url, headers=headers, timeout=timeout, limits=limits, transport=transport, follow_redirects=False
+        )
+        super().__init__(url, client)
+        self._slots = slots
+        self._others = 0  # requests of other clients
+        self._rests_until_s = 0.0
+        self._rest_s = 1.0  # the next one
+        self._works = False  # since it was last looked at
+        self._looked_s = float("-inf")
+
+    @property
+    def free(self) -> int:
+        if not self._works or time.monotonic() < self._rests_until_s:
+            return 0
+        return max(self._slots - self._others, 1) - self.busy
+
+    @property
+    def is_due(self) -> bool:
+        """Whether to look at it."""
+        now_s = time.monotonic()
+        return now_s >= self._rests_until_s and (not self._works or now_s - self._looked_s > LOOK_S)
+
+    async def ask(self, request: Request) -> Reply | Later:
+        """Send a request and wait for its answer.
+
+        Raises:
+            ValueError: it wants another key.
+        """
+        try:
+            answer = await _post(self.client, request)
+        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
+            return self._failed(error, False)
+        except httpx.HTTPError as error:
+            return self._failed(error, True)
+        if answer.status_code in NOT_NOW:
+            return self._refused(answer)
+        if answer.status_code == 401:
+            raise self._locked(answer)
+        if answer.status_code in FAILED:
+            return self._failed(f"it answered {answer.status_code}: {answer.text[:SHOWN]}", True)
+        self.seen_s, self._rest_s, self.trouble = time.monotonic(), 1.0, ""
+        return _reply(answer)
+
+    async def look(self) -> None:
+        """Find out whether it takes requests, how many, and how many others have sent.
+
+        Raises:
+            ValueError: it wants another key.
+        """
+        self._looked_s = time.monotonic()
+        try:
+            ready = await self._get("/ready")
+            if ready.status_code in (401, 403):
+                raise self._locked(ready)
+            if ready.status_code >= 500:
+                self.trouble = f"/ready answered {ready.status_code}"
+                self._works = False
+                self._rest(retry_after_s(ready))
+                return
+            if not self._works:
+                await self._learn_slots()
+            load = await self._get("/metrics")
+        except httpx.HTTPError as error:
+            self._failed(error, False)
+            return
+        counts = LOAD.findall(load.text) if load.status_code == 200 else []
+        self._others = max(int(sum(map(float, counts))) - self.busy, 0)
+        self._works, self.seen_s = True, time.monotonic()
+
+    async def _learn_slots(self) -> None:
+        """Take what lp and llama.cpp say of themselves."""
+        properties = await self._get("/props")
+        if properties.status_code in (401, 403):
+            raise self._locked(properties)
+        try:
+            slots = properties.json()["total_slots"]
+        except (ValueError, KeyError, TypeError):  # another engine
+            return
+        if isinstance(slots, int) and slots > 0:
+            self._slots = slots
+
+    async def _get(self, path: str) -> httpx.Response:
+        return await self.client.get(path, timeout=CONNECT_S)
+
+    def _refused(self, answer: httpx.Response) -> Later:
+        """It takes no request now: it is full, or about to end."""
+        self.trouble = f"it answered {answer.status_code}"
+        self._works = answer.status_code == 429
+        if self._works:
+            self.seen_s = time.monotonic()
+        self._rest(retry_after_s(answer))
+        return Later(self.trouble, False)
+
+    def _locked(self, answer: httpx.Response) -> UserError:
+        return UserError(f"{self.name} wants its API key ({answer.status_code}); give it as LP_API_KEY")
+
+    def _failed(self, what: httpx.HTTPError | str, under_way: bool) -> Later:
+        self.trouble = what if isinstance(what, str) else f"{type(what).__name__}: {what}".rstrip(": ")
+        self._works = False
+        self._rest(None)
+        return Later(self.trouble, under_way)
+
+    def _rest(self, seconds: float | None) -> None:
+        """Send it nothing for so many seconds; None: each time for longer."""
+        if seconds is None:
+            seconds, self._rest_s = self._rest_s, min(2 * self._rest_s, MOST_REST_S)
+        self._rests_until_s = max(self._rests_until_s, time.monotonic() + seconds)
+
+
+def retry_after_s(answer: httpx.Response) -> float | None:
+    """When a server wants to be asked again, in seconds from now; None where it does not say."""
+    given = answer.headers.get("retry-after", "")
+    try:
+        seconds = float(given)
+    except ValueError:
+        try:
+            seconds = parsedate_to_datetime(given).timestamp() - time.time()
+        except ValueError:
+            return None
+    return min(max(seconds, 0.0), MOST_RETRY_AFTER_S) if math.isfinite(seconds) else None
+
+
+def server_urls(given: list[str]) -> list[str]:
+    """The addresses of the key servers, without /v1.
+
+    Raises:
+        ValueError: one that is no address, or is given twice.
+    """
+    urls = [url.rstrip("/").removesuffix("/v1") for url in given]
+    for url in urls:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+            raise UserError(f"servers has {url!r}; give addresses, as in servers=[http://a:8000,http://b:8000]")
+        if urls.count(url) > 1:
+            raise UserError(f"servers has {url} twice; give each once")
+    return urls
+
+
+async def _post(client: httpx.AsyncClient, request: Request) -> httpx.Response:
+    return await client.post(request.url, content=request.body, headers={"Content-Type": "application/json"})
+
+
+def _reply(answer: httpx.Response) -> Reply:
+    try:
+        body = answer.json()
+    except ValueError:
+        body = None
+    if not isinstance(body, dict):
+        message = f"the answer is no JSON object: {answer.text[:SHOWN]}"
+        body = {"error": {"message": message, "type": "server_error", "param": None, "code": None}}
+        status = answer.status_code if answer.status_code != 200 else 502
+        return Reply(status, body, answer.headers.get("x-request-id"))
+    named = answer.headers.get("x-request-id") or body.get("id")
+    return Reply(answer.status_code, body, named if isinstance(named, str) else None)

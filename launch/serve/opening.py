@@ -1,0 +1,244 @@
+"""Opens a model by its config, ready to answer requests: what the server and `lp batch` begin with."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import lp
+from lp.checks import as_float, check_int
+from lp.commands import install_command
+from lp.engine.engine import MOST_SEQUENCES
+from lp.engine.inputs import eos_ids
+from lp.engine.journal import model_name, resumable
+from lp.engine.step_decoder import StepDecoder
+from lp.errors import UserError
+from lp.models.loader import Loaded, vocabulary_size
+from lp.optional import is_installed
+from lp.sampling.params import Verifier
+from lp.waits import waiting
+
+from ..config.builders import ORACLE, PLAIN, Builders, decoder_builders
+from ..config.sampling import sampling_of
+from ..config.schema import AnsweringConfig
+from ..data.prompts import read_text
+from ..running.once import rank
+from ..running.session import check_common, open_model, say_how_it_runs
+from .engine_loop import EngineLoop
+from .fim import FimFormat, FimPrompts, fim_format, given_format
+from .grammars import Grammars
+from .names import served_names
+from .reasoning import reasoning_block, reasoning_names
+from .unfinished import UnfinishedRequests, only_server, unfinished_folder
+
+if TYPE_CHECKING:
+    from .served import Served  # whose packages are of an extra
+
+WARM_UP_TOKENS = 8
+
+
+def check_packages(app: str, packages: Sequence[str]) -> None:
+    """Refuse to start an app whose packages, of the extra `serve`, are not installed.
+
+    Raises:
+        ValueError: which ones, and how they are installed.
+    """
+    missing = [package for package in packages if not is_installed(package)]
+    if missing:
+        raise UserError(f"lp {app} needs {', '.join(missing)}; install the extra: {install_command('serve')}")
+
+
+def check_answering(config: AnsweringConfig) -> None:
+    """Refuse what no app that answers requests can use.
+
+    Raises:
+        ValueError: the key, the limit and the remedy.
+    """
+    check_common(config)
+    if config.decoder.name == ORACLE:
+        raise UserError(f"decoder={ORACLE} computes one text at a time; take decoder={PLAIN} instead")
+    served_names(config.served_name)
+    reasoning_names(config.reasoning)
+    check_int("max_sequences", config.max_sequences, 1, MOST_SEQUENCES, "try 8")
+    check_int("max_body_bytes", config.max_body_bytes, 1, float("inf"), "try 4194304")
+    check_int("drain_s", config.drain_s, 0, float("inf"), "0 ends texts at once")
+    if (timeout_s := as_float(config.timeout_s)) is None or timeout_s < 0:
+        raise UserError(f"timeout_s is {config.timeout_s!r}; it must be a number >= 0; 0 is no limit")
+    if config.api_key is not None and not (config.api_key and config.api_key.isascii()):
+        raise UserError("api_key is empty or has other characters than ASCII's; give a key, or api_key=null")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a config says of answers, read before the model is loaded, which takes long.
+
+    Args:
+        sampling: what requests get that say nothing of it; None is greedy.
+        fim: the user's own tokens for fill-in-the-middle, if there are any.
+        builders: builders of decoders, by name.
+        template: the chat template that replaces the model's own; None for none.
+    """
+
+    sampling: lp.SamplingParams | None
+    fim: FimFormat | None
+    builders: Builders
+    template: str | None
+
+
+def read_settings(config: AnsweringConfig) -> Settings:
+    """What the config says of answers.
+
+    Raises:
+        ValueError: a user error, with its remedy.
+    """
+    sampling = sampling_of(config)
+    if sampling and sampling.verifier is Verifier.REJECTION:
+        raise UserError("sampling.verifier is 'rejection', whose texts no seed repeats; use sampling.verifier=coupled")
+    fim = given_format(dataclasses.asdict(config.fim))
+    builders = decoder_builders(config, [config.decoder.name])
+    template = None if config.chat_template is None else read_text(config.chat_template, "chat_template")
+    return Settings(sampling=sampling, fim=fim, builders=builders, template=template)
+
+
+@contextmanager
+def own_journal(config: AnsweringConfig) -> Iterator[None]:
+    """Keep other processes from the journal's folder meanwhile, where there is one; on rank 0.
+
+    Raises:
+        ValueError: the folder can't be made, or another process has it.
+    """
+    with only_server(Path(config.journal), "journal") if config.journal and rank() == 0 else nullcontext():
+        yield
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """A model that is ready to answer requests.
+
+    Args:
+        loaded: model and tokenizer.
+        settings: what the config says of answers.
+        engine: runs the texts, warmed up.
+        grammars: compiles grammars of requests.
+        journal_model: what the texts of a journal depend on besides their requests; None where none are kept.
+    """
+
+    loaded: Loaded
+    settings: Settings
+    engine: lp.Engine
+    grammars: Grammars
+    journal_model: str | None
+
+    def served(self, config: AnsweringConfig, loop: EngineLoop) -> Served:
+        """What all endpoints share.
+
+        Args:
+            config: names of the model, limits and the journal.
+            loop: runs the engine.
+
+        Raises:
+            ValueError: the journal's folder can't be read.
+        """
+        from .metrics import Metrics
+        from .served import Limits, Served
+
+        tokenizer, fim = self.loaded.tokenizer, fim_format(self.loaded.tokenizer, self.settings.fim)
+        return Served(
+            name=config.model.name,
+            served_as=served_names(config.served_name),
+            model=self.loaded.model,
+            tokenizer=tokenizer,
+            loop=loop,
+            sampling=self.settings.sampling,
+            stop=list(config.stop_strings),
+            limits=Limits(max_new_tokens=config.max_new_tokens, timeout_s=config.timeout_s),
+            metrics=Metrics(loop),
+            unfinished=unfinished_requests(config, self.journal_model),
+            fim=FimPrompts(tokenizer, fim) if fim else None,
+            reasoning=reasoning_block(tokenizer, config.reasoning),
+        )
+
+
+def open_engine(config: AnsweringConfig, settings: Settings) -> Opened:
+    """Join the other ranks, load the model and warm up an engine of it.
+
+    Raises:
+        ValueError: a user error, with its remedy.
+    """
+    context, loaded = open_model(config)
+    say_how_it_runs(context, loaded)
+    if settings.template is not None:
+        loaded.tokenizer.chat_template = settings.template
+    decoder = settings.builders[config.decoder.name](loaded.model, context)
+    assert isinstance(decoder, StepDecoder)
+    decoder.follows = config.generation_config
+    engine = lp.Engine(decoder, config.max_sequences, config.cache_tokens, config.prefill_chunk)
+    with waiting("warming up, so that no client waits for what a first run does once"):
+        warm_up(engine)
+    return Opened(
+        loaded=loaded,
+        settings=settings,
+        engine=engine,
+        grammars=Grammars(loaded.tokenizer, vocabulary_size(loaded.model)),
+        journal_model=resumed_model(loaded, context, decoder.checkpoint().says) if config.journal else None,
+    )
+
+
+def warm_up(engine: lp.Engine) -> None:
+    """A short text, so that the first client waits for nothing to be compiled."""
+    engine.submit([0], WARM_UP_TOKENS, eos_token_id=())
+    engine.submit([0, 0], WARM_UP_TOKENS, lp.SamplingParams(seed=0), eos_token_id=())
+    while engine.step():
+        pass
+    engine.clear_prefixes()
+
+
+def follow(opened: Opened) -> None:
+    """Take rank 0's steps on another rank, until rank 0 ends."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # when to end is rank 0's affair
+    loop = EngineLoop(opened.engine, opened.grammars, 0)
+    loop.run()
+    if loop.failure:
+        raise loop.failure
+
+
+def resumed_model(
+    loaded: Loaded, context: lp.ParallelContext, said: Mapping[str, Any] = MappingProxyType({})
+) -> str | None:
+    """What texts depend on besides their requests, alike on all ranks; None where they can't go on behind tokens."""
+    if not resumable(loaded.model):
+        if context.is_main:
+            print("journal: texts of this model can't go on behind known tokens; seeds are kept", file=sys.stderr)
+        return None
+    named = [model_name(loaded.model, context), sorted(eos_ids(loaded.model, None))]
+    return json.dumps([*named, repr(said)] if said else named)
+
+
+def unfinished_requests(config: AnsweringConfig, model: str | None) -> UnfinishedRequests:
+    """Notes of requests that have not ended: with tokens in the user's journal folder, else seeds alone in the run's.
+
+    Raises:
+        ValueError: the folder can't be made or read.
+    """
+    if config.journal:
+        return UnfinishedRequests(Path(config.journal), model, "journal")
+    return UnfinishedRequests(unfinished_folder())
+
+
+def report(earlier: list[dict[str, Any]]) -> None:
+    """The requests that a server before this one did not finish."""
+    for request in earlier:
+        facts = ", ".join(f"{name} {value}" for name, value in request.items() if name != "id" and value is not None)
+        line = f"request {request['id']} ({facts})"
+        if not line.isprintable():  # a file that somebody has changed must not steer the terminal
+            line = repr(line)
+        print(f"unfinished before the restart: {line}", file=sys.stderr)
