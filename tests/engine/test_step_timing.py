@@ -52,7 +52,7 @@ def test_one_layer_is_timed(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model(arch)
     runner = runner_of(model)
     ticks = iter(range(10**6))
-    monkeypatch.setattr("lp.models.layer_timing.clock_of", lambda device: lambda: float(next(ticks)))
+    monkeypatch.setattr("lp.models.layer_timing.clock_of", lambda device, replica: lambda: float(next(ticks)))
     before = {id(module): dict(vars(module)) for module in model.modules()}
     found = time_passes(runner)
     # A pass is four readings of the clock: around itself and around its layer, which is one reading apart.
