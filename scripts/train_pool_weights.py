@@ -1,107 +1,271 @@
-"""Learn the weights that the pool's mixture begins with, and write them into the package.
+"""Learn the weights that the pool's mixture begins with, on texts of several models, and write them into the package.
 
-    python scripts/train_pool_weights.py --task data/humaneval.jsonl:100:124 --task data/mtbench.jsonl:60:80
+    python scripts/train_pool_weights.py --model demo --model FOLDER --task data/humaneval.jsonl:100:164 \\
+      --chat data/mtbench.jsonl:60:80 --ballots ballots
 
-    python scripts/train_pool_weights.py --only-model-ngrams --task ...     # the others stay as they are
+1. Every model continues every prompt at two temperatures, with a shape of steps drawn for each text. For every token
+   that it writes, the votes and the token that came are kept: once with the model's n-grams, where it has some, and
+   once without. They do not depend on the weights. Files of --ballots hold them, so that a run that was ended goes on.
+2. The weights are those of the least mean log loss of all tokens, each model counting alike, plus a ridge that draws
+   them to the ones that are shipped.
+3. For each model, the loss of its tokens is printed: under the shipped weights, under the new ones, and under weights
+   learned on the other models alone.
 
-Every prompt is continued at a temperature drawn for it, with a window or none, and the weights pass from text to text.
-They are learned weights of features, and hold no token of any text. Prompts that a table is measured on
-must not be among them.
+They are weights of features, none of which depends on a vocabulary, and hold no token of any text. Prompts that a table
+is measured on must not be among them.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from rich.progress import track
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 import lp
 from launch.data.prompts import load_builtin, load_jsonl
-from lp.draft.pool import ngram_pool
 from lp.draft.pool.factory import _shipped_weights
-from lp.draft.pool.mixture import FEATURES, MODEL_0
+from lp.draft.pool.mixture import FEATURES, predict
 from lp.draft.pool.model_ngrams import AUTO, read_file
-from lp.draft.pool.tables import new_tables
-from lp.draft.source import DraftSource
+from lp.draft.pool.ngram_pool import NGramPool
+from lp.draft.pool.tables import fill_context, new_tables
+from lp.draft.source import DraftSource, StepSamples
 from lp.engine.request import Request
 from lp.models.loader import load, vocabulary_size
 
-TEMPERATURES = (0.0, 0.3, 0.8, 1.0)
-UNMOVED = 1e30  # a sum of squared gradients, of weights that stay
-SHAPES = ((0, 2, 49), (8, 2, 42), (8, 3, 17), (32, 2, 120))  # W, N, G
+TEMPERATURES = (0.0, 0.8)
+SHAPES = ((7, 5, 7), (8, 2, 42))  # W, N, G
+LONGEST_PROMPT = 512  # tokens, the last of a prompt
 
 
-class Learner(lp.LookaheadDecoder):
-    """A decoder for learning: its pools are new for every text, and go on learning the same weights."""
+class Ballots(NamedTuple):
+    """What was voted for at some tokens, and which token came.
 
-    weights = np.zeros(FEATURES)
-    squares = np.ones(FEATURES)
+    n: tokens; v: votes of all of them.
+    """
+
+    votes: np.ndarray  # int64 (v, 2): index of the candidate, its feature; the last candidate is "none of them"
+    counts: np.ndarray  # int64 (n,): votes of each token
+    candidates: np.ndarray  # int64 (n,): "none of them" included
+    came: np.ndarray  # int64 (n,): index of the candidate that came
+
+    @classmethod
+    def joined(cls, several: Sequence[Ballots]) -> Ballots:
+        """The ballots of all of them in one."""
+        return cls(*(np.concatenate(each) for each in zip(*several, strict=True)))
+
+
+class RecordingPool(NGramPool):
+    """A pool that keeps the votes for every token that comes, with the model's n-grams and without."""
+
+    def keep(self, without: NGramPool) -> RecordingPool:
+        """Begin to keep them.
+
+        Args:
+            without: a pool of the same call that has no model n-grams.
+        """
+        own = without._predictor._replace(last_step=self._predictor.last_step)
+        self._voters = [own] if self._predictor.model_ngrams.num_logits == 0 else [own, self._predictor]
+        self.kept: list[list[Ballots]] = [[] for _ in self._voters]
+        return self
+
+    def observe(self, text: Sequence[int], num_new: int, samples: StepSamples) -> None:
+        self._catch_up(text, len(text) - num_new)
+        tokens = np.array(text, np.int64)
+        for end in range(len(text) - num_new, len(text)):
+            for predictor, kept in zip(self._voters, self.kept, strict=True):
+                known = fill_context(predictor.context, tokens, 0, end)
+                choices, num_votes = predict(self._tables, predictor, known, end)
+                votes = np.array(predictor.votes[: 2 * num_votes]).reshape(-1, 2)
+                found = np.flatnonzero(np.asarray(predictor.tokens[:choices]) == text[end])
+                came = int(found[0]) if len(found) else choices
+                kept.append(Ballots(votes, *(np.array([each]) for each in (num_votes, choices + 1, came))))
+        super().observe(text, num_new, samples)
+
+
+class Recorder(lp.LookaheadDecoder):
+    """A decoder whose pools keep their votes."""
+
     model_ngrams: np.ndarray | None = None
+    pool: RecordingPool
 
     def source(self, request: Request) -> DraftSource:
-        """A pool that goes on learning the shared weights."""
-        tables = new_tables(self.config.ablation.num_logits, self.config.pool_mib, self.weights, self.squares)
-        tables = tables._replace(weights=self.weights, squares=self.squares)
+        """A pool that keeps its votes, of this call."""
+        shipped = _shipped_weights()
         sampler = request.sampler
-        model_ngrams, temperature = self.model_ngrams, sampler.processors.temperature
-        return ngram_pool.NGramPool(self.config, request.prompt, sampler.noise_key, tables, model_ngrams, temperature)
+
+        def pool(kind: type[NGramPool], ngrams: np.ndarray | None) -> NGramPool:
+            tables = new_tables(
+                self.config.ablation.num_logits, self.config.pool_mib, shipped["weights"], 1 + shipped["squares"]
+            )
+            temperature = sampler.processors.temperature
+            return kind(self.config, request.prompt, sampler.noise_key, tables, ngrams, temperature)
+
+        recording = pool(RecordingPool, self.model_ngrams)
+        assert isinstance(recording, RecordingPool)
+        self.pool = recording.keep(pool(NGramPool, None))
+        return self.pool
 
 
-def prompts(tasks: list[str]) -> list[str]:
-    """The built-in prompts and, of every FILE:FIRST:END, those from FIRST on."""
-    texts = [prompt.text for prompt in load_builtin(None)]
-    for task in tasks:
-        path, first, end = task.rsplit(":", 2)
-        texts += [prompt.text for prompt in load_jsonl(Path(path), int(end))[int(first) :]]
-    return texts
+class TrainingPrompt(NamedTuple):
+    """A prompt that weights are learned on; `is_chat`: it is a message to a model that has a chat template."""
+
+    text: str
+    is_chat: bool = False
+
+    def ids(self, tokenizer: Any) -> list[int]:
+        """Its tokens, the last LONGEST_PROMPT of them."""
+        text = self.text
+        if self.is_chat and tokenizer.chat_template:
+            message = [{"role": "user", "content": text}]
+            text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+            return list(tokenizer(text, add_special_tokens=False)["input_ids"][-LONGEST_PROMPT:])
+        return list(tokenizer(text)["input_ids"][-LONGEST_PROMPT:])
 
 
-def take_the_shipped(weights: np.ndarray, squares: np.ndarray) -> None:
-    """Take the weights that are shipped, in place, but for those of model n-grams."""
-    for name, values in (("weights", weights), ("squares", squares)):
-        values[:MODEL_0] = _shipped_weights()[name][:MODEL_0]
+def prompts(task: str, is_chat: bool = False) -> list[TrainingPrompt]:
+    """Prompts of FILE:FIRST:END, from FIRST on."""
+    path, first, end = task.rsplit(":", 2)
+    return [TrainingPrompt(prompt.text, is_chat) for prompt in load_jsonl(Path(path), int(end))[int(first) :]]
+
+
+def record(
+    name: str, ngrams: str, texts: Sequence[TrainingPrompt], max_new_tokens: int, most: int, folder: Path
+) -> Ballots:
+    """The ballots of what a model writes, one file a text.
+
+    Args:
+        name: the model, as `lp.load` takes it.
+        ngrams: the file of its n-grams, as pool.model_ngrams.
+        texts: prompts.
+        max_new_tokens: most tokens of a text.
+        most: texts, at most: drawn from all prompts and temperatures.
+        folder: where the files are, and go.
+    """
+    loaded = load(name, "float32")
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = random.Random(0)
+    jobs = [(*job, rng.choice(SHAPES)) for job in product(texts, TEMPERATURES)]
+    rng.shuffle(jobs)
+    Recorder.model_ngrams = read_file(ngrams, loaded.model.config._name_or_path, vocabulary_size(loaded.model))
+    decoders = {
+        (w, n, g): Recorder(loaded.model, lp.LookaheadConfig(window_size=w, ngram_size=n, guess_set_size=g))
+        for w, n, g in SHAPES
+    }
+    found = []
+    for index, (text, temperature, shape) in enumerate(track(jobs[:most], name)):
+        path = folder / f"{index}.safetensors"
+        if not path.exists():
+            sampling = lp.SamplingParams(temperature=temperature, seed=index) if temperature else None
+            decoders[shape].generate(text.ids(loaded.tokenizer), max_new_tokens, sampling)
+            kept = Ballots.joined([ballot for each in decoders[shape].pool.kept for ballot in each])
+            save_file(kept._asdict(), path)
+        arrays = load_file(path)
+        found.append(Ballots(*(arrays[name] for name in Ballots._fields)))
+    return Ballots.joined(found)
+
+
+class Loss:
+    """Mean log loss of tokens as a function of the weights.
+
+    Args:
+        ballots: the votes for the tokens, and which tokens came.
+    """
+
+    def __init__(self, ballots: Ballots) -> None:
+        self.count = len(ballots.came)
+        first = np.cumsum(ballots.candidates) - ballots.candidates  # of each token's candidates
+        self._candidate = torch.from_numpy(np.repeat(first, ballots.counts) + ballots.votes[:, 0])  # by vote
+        self._feature = torch.from_numpy(np.ascontiguousarray(ballots.votes[:, 1]))
+        self._token = torch.from_numpy(np.repeat(np.arange(self.count), ballots.candidates))  # by candidate
+        self._came = torch.from_numpy(first + ballots.came)
+
+    def log_probs(self, weights: torch.Tensor) -> torch.Tensor:
+        """Log probability of every candidate of every token."""
+        scores = torch.zeros(len(self._token), dtype=torch.float64).index_add(
+            0, self._candidate, weights[self._feature]
+        )
+        top = torch.full((self.count,), -torch.inf, dtype=torch.float64)
+        top = top.scatter_reduce(0, self._token, scores.detach(), "amax")
+        scores = scores - top[self._token]
+        total = torch.zeros(self.count, dtype=torch.float64).index_add(0, self._token, scores.exp())
+        return scores - total.log()[self._token]
+
+    def __call__(self, weights: torch.Tensor) -> torch.Tensor:
+        return -self.log_probs(weights)[self._came].mean()
+
+    def squares(self, weights: torch.Tensor) -> np.ndarray:
+        """Sum of squared gradients of each feature's votes, as the pool sums them up."""
+        gradients = -self.log_probs(weights).exp()
+        gradients[self._came] += 1
+        of_votes = gradients[self._candidate].square()
+        return torch.zeros(FEATURES, dtype=torch.float64).index_add(0, self._feature, of_votes).numpy()
+
+
+def fit(losses: Sequence[Loss], start: np.ndarray, ridge: float) -> np.ndarray:
+    """The weights of the least mean of these losses.
+
+    Args:
+        losses: one for each model's tokens.
+        start: the weights that the ridge draws them to.
+        ridge: how much: half of it, over the mean tokens of a model, times the squared distance is added to the loss.
+    """
+    at = torch.from_numpy(start)
+    weights = at.clone().requires_grad_()
+    tokens = sum(loss.count for loss in losses) / len(losses)
+    steps = torch.optim.LBFGS([weights], max_iter=200, line_search_fn="strong_wolfe")
+
+    def closure() -> torch.Tensor:
+        steps.zero_grad()
+        each = [loss(weights) for loss in losses]
+        value = torch.stack(each).mean() + ridge / 2 / tokens * (weights - at).square().sum()
+        value.backward()
+        return value
+
+    steps.step(closure)
+    return weights.detach().numpy()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="demo")
+    parser.add_argument("--model", action="append", required=True, help="demo, a folder or a hub name; several")
+    parser.add_argument("--model-ngrams", action="append", default=[], help="of each model, as pool.model_ngrams")
     parser.add_argument("--task", action="append", default=[], help="FILE:FIRST:END, prompts of a JSONL file")
-    parser.add_argument(
-        "--only-model-ngrams", action="store_true", help="learn the weights of the model's n-grams, which it must have"
-    )
-    parser.add_argument("--model-ngrams", default=AUTO, help="their file, as pool.model_ngrams")
-    parser.add_argument("--max-new-tokens", type=int, default=192)
+    parser.add_argument("--chat", action="append", default=[], help="the same, of messages to a chat model")
+    parser.add_argument("--ballots", type=Path, required=True, help="folder of what was recorded, a folder a model")
+    parser.add_argument("--texts", type=int, default=100, help="of each model, at most")
+    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--ridge", type=float, default=5.0, help="how much weights are drawn to the shipped ones (5)")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--output", type=Path, default=Path(ngram_pool.__file__).with_name("weights.safetensors"))
+    output = Path(lp.__file__).parent / "draft/pool/weights.safetensors"
+    parser.add_argument("--output", type=Path, default=output)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    loaded = load(args.model, "float32")
-    if args.only_model_ngrams:
-        Learner.model_ngrams = read_file(
-            args.model_ngrams, loaded.model.config._name_or_path, vocabulary_size(loaded.model)
-        )
-        take_the_shipped(Learner.weights, Learner.squares)
-        Learner.squares[:MODEL_0] += UNMOVED
-    rng = random.Random(0)
-    decoders = [
-        Learner(loaded.model, lp.LookaheadConfig(window_size=w, ngram_size=n, guess_set_size=g)) for w, n, g in SHAPES
+    texts = [TrainingPrompt(prompt.text) for prompt in load_builtin(None)]
+    texts += [prompt for task in args.task for prompt in prompts(task)]
+    texts += [prompt for task in args.chat for prompt in prompts(task, is_chat=True)]
+    ngrams = args.model_ngrams or [AUTO] * len(args.model)
+    losses = [
+        Loss(record(name, file, texts, args.max_new_tokens, args.texts, args.ballots / str(number)))
+        for number, (name, file) in enumerate(zip(args.model, ngrams, strict=True))
     ]
-    jobs = list(product(prompts(args.task), TEMPERATURES))
-    rng.shuffle(jobs)
-    for index, (text, temperature) in enumerate(track(jobs, "texts")):
-        ids = loaded.tokenizer(text)["input_ids"][-1536:]
-        sampling = lp.SamplingParams(temperature=temperature, seed=index) if temperature else None
-        rng.choice(decoders).generate(ids, args.max_new_tokens, sampling)
-    if args.only_model_ngrams:
-        take_the_shipped(Learner.weights, Learner.squares)
-    save_file({"weights": Learner.weights, "squares": Learner.squares}, args.output)
-    print(f"{len(jobs)} texts; {np.count_nonzero(Learner.weights)} of {FEATURES} weights learned; {args.output}")
+    shipped = _shipped_weights()["weights"]
+    weights = fit(losses, shipped, args.ridge)
+    for number, (name, loss) in enumerate(zip(args.model, losses, strict=True)):
+        others = losses[:number] + losses[number + 1 :]
+        of_others = fit(others, shipped, args.ridge) if others else shipped
+        before, now, without = (float(loss(torch.from_numpy(each))) for each in (shipped, weights, of_others))
+        print(f"{name}: {loss.count} tokens, loss {before:.4f} -> {now:.4f}; learned on the others alone {without:.4f}")
+    squares = np.mean([loss.squares(torch.from_numpy(weights)) for loss in losses], axis=0)
+    save_file({"weights": weights, "squares": squares}, args.output)
+    print(f"{np.count_nonzero(weights)} of {FEATURES} weights learned; {args.output}")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ PLACES = {
     "methods": "docs/experiments/budget.md",
     "models": "docs/reference/models.md",
     "pool": "docs/experiments/pool.md",
+    "pool_ceiling": "docs/experiments/pool.md",
     "pool_session": "docs/experiments/pool.md",
     "prediction": "docs/experiments/serving.md",
     "probe": "docs/experiments/exactness.md",

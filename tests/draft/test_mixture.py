@@ -14,7 +14,19 @@ from lp import compiled
 from lp.compiled import U64
 from lp.draft.pool import mixture
 from lp.draft.pool.growth import MIN_PROB
-from lp.draft.pool.mixture import FEATURES, GAPS, LEARNING_RATE, LOGITS_0
+from lp.draft.pool.mixture import (
+    FEATURES,
+    GAPS,
+    GUESS_0,
+    LEARNING_RATE,
+    LEVELS,
+    LOGITS_0,
+    NONE_0,
+    TEXT_0,
+    TOGETHER_0,
+    WINDOW_0,
+)
+from lp.draft.pool.tables import ORDERS, M
 from lp.draft.window import WindowDrafts
 from lp.sampling.noise import _keyed, _signed, _uniform, gumbel, sequence_key
 from tests.support.layouts import tree_paths
@@ -71,6 +83,30 @@ def test_chances_add_up_to_one() -> None:
         for token, chance in zip(seen.tokens, seen.accept_probs, strict=False):
             assert chance == pytest.approx(math.exp(seen.log_chance(pool._tables.weights, token)), rel=1e-7)
     assert sources == {"text", "window", "guess", "logits"}
+
+
+def test_kinds_that_agree_vote_together() -> None:
+    """A vote filed under other kinds, or another rank, learns about tokens that it is not for."""
+    levels = set()
+    for seed in range(100):
+        pool, text = drawn_pool(random.Random(seed))
+        seen = ballot(pool, text if seed % 2 else text[:12])  # of which the pool has read what follows
+        for index in range(len(seen.tokens)):
+            features = {feature for token, feature in seen.votes if token == index}
+            each = (WINDOW_0 - TEXT_0) // len(ORDERS)
+            orders = [ORDERS[feature // each] for feature in features if feature < WINDOW_0]
+            guesses = [(feature - GUESS_0) // M for feature in features if GUESS_0 <= feature < LOGITS_0]
+            ranks = [(feature - LOGITS_0) // GAPS % 4 for feature in features if LOGITS_0 <= feature < NONE_0]
+            expected = (
+                sum(max(orders, default=0) > longest for longest in (0, 1, 3)),
+                0 if not guesses else 1 if max(guesses) == 0 else 2,
+                4 - ranks[0] if ranks else 0,
+                0,  # there are no model n-grams
+            )
+            (together,) = (feature - TOGETHER_0 for feature in features if feature >= TOGETHER_0)
+            assert np.unravel_index(together, LEVELS) == expected
+            levels.add(expected)
+    assert [len({level[kind] for level in levels}) for kind in range(3)] == [4, 3, 5]
 
 
 def test_tree_is_the_likeliest_within_its_budget() -> None:

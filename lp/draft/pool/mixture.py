@@ -1,7 +1,8 @@
 """The mixture behind the pool: which tokens may follow a context, each with a probability that is learned online.
 
 Every entry that knows the context votes for tokens. A vote is a feature (kind of memory, order of the context, rank of
-the token there, how sure), and a token's score is the sum of its features' weights. softmax over the tokens voted for,
+the token there, how sure); one more vote of every token says which kinds voted for it together. A token's score is the
+sum of its features' weights. softmax over the tokens voted for,
 and over "none of them", is their probability. Every token of the text then moves the weights along the gradient of its
 log probability (a maximum-entropy model, trained online by Adagrad).
 
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lp.compiled import GOLDEN, I64, MASK, ONE, U64, compiled_zeros, exp, jit, log, mix
+from lp.compiled import GOLDEN, I64, MASK, ONE, U64, compiled_array, compiled_zeros, exp, jit, log, mix
 from lp.draft.pool.last_step import LastStep, add_older_guess, logits_of_node, new_last_step, search_step
 from lp.draft.pool.model_ngrams import ModelNgrams
 from lp.draft.pool.tables import (
@@ -63,9 +64,32 @@ LOGITS_0 = GUESS_0 + 3 * M
 NONE_0 = LOGITS_0 + 4 * 2 * 4 * GAPS
 MODEL_0 = NONE_0 + (len(ORDERS) + 1) * 5
 MODEL_NONE_0 = MODEL_0 + MAX_LOGITS_ORDER * 2 * 4 * GAPS  # of "none of them", where model n-grams vote
-FEATURES = MODEL_NONE_0 + MAX_LOGITS_ORDER * (MAX_LOGITS_ORDER + 1) * (len(ORDERS) + 1)
+TOGETHER_0 = MODEL_NONE_0 + MAX_LOGITS_ORDER * (MAX_LOGITS_ORDER + 1) * (len(ORDERS) + 1)
+# What kinds say together, by the level of each one's vote, as `feature_levels` has it; level 0 is no vote.
+TEXT_KIND, GUESS_KIND, LOGITS_KIND, MODEL_KIND = range(4)
+LEVELS = (4, 3, 5, 5)
+KINDS = len(LEVELS)
+FEATURES = TOGETHER_0 + math.prod(LEVELS)
 LEARNING_RATE = 0.3  # of Adagrad
 FAR = 10.0  # logits this far behind the best get no vote
+
+
+def feature_levels() -> np.ndarray:
+    """What a vote counts for where kinds vote together, int64 (FEATURES,): kind + KINDS * level; 0 for nothing.
+
+    Text n-grams have level 1, 2 or 3 for contexts of 1, of 2 to 3 and of more tokens; guesses 1 for their position
+    alone and 2 behind a context; logits and model n-grams 4, 3 and 2 for the three best tokens, 1 for the others.
+    """
+    found = np.zeros(FEATURES, np.int64)
+    for index, order in enumerate(ORDERS):
+        begin = TEXT_0 + index * M * 6
+        found[begin : begin + M * 6] = TEXT_KIND + KINDS * (1 if order == 1 else 2 if order <= 3 else 3)
+    found[GUESS_0:LOGITS_0] = GUESS_KIND + KINDS * 2
+    found[GUESS_0 : GUESS_0 + M] = GUESS_KIND + KINDS
+    for kind, begin, end in ((LOGITS_KIND, LOGITS_0, NONE_0), (MODEL_KIND, MODEL_0, MODEL_NONE_0)):
+        rank = np.arange(end - begin) // GAPS % 4
+        found[begin:end] = kind + KINDS * (4 - rank)
+    return found
 
 
 class Predictor(NamedTuple):
@@ -83,6 +107,8 @@ class Predictor(NamedTuple):
     votes: Any  # int64 (2 * most votes,): (token's index, feature)
     tokens: Any  # int64 (MAX_CHOICES,): voted for
     scores: Any  # float64 (MAX_CHOICES + 1,): then probabilities; the last is "none of them"
+    feature_levels: Any  # int64 (FEATURES,), see `feature_levels`
+    levels: Any  # int64 (MAX_CHOICES * KINDS,): of each token's votes, by kind
     logits_tokens: Any  # int64 (most logits,): of the logits that vote
     noisy_logits: Any  # float64 (most logits,)
 
@@ -101,7 +127,7 @@ def new_predictor(
         temperature: the sampler's temperature.
     """
     of_model = ModelNgrams.of(model_ngrams)
-    votes = 2 * (len(ORDERS) * M + 5 * M + num_logits + of_model.num_logits + 1)
+    votes = 2 * (len(ORDERS) * M + 5 * M + num_logits + of_model.num_logits + MAX_CHOICES + 1)
     most_logits = max(num_logits, of_model.num_logits)
     return Predictor(
         sources=sources,
@@ -116,6 +142,8 @@ def new_predictor(
         votes=compiled_zeros(votes, "i8"),
         tokens=compiled_zeros(MAX_CHOICES, "i8"),
         scores=compiled_zeros(MAX_CHOICES + 1, "f8"),
+        feature_levels=compiled_array(feature_levels()),
+        levels=compiled_zeros(MAX_CHOICES * KINDS, "i8"),
         logits_tokens=compiled_zeros(most_logits, "i8"),
         noisy_logits=compiled_zeros(most_logits, "f8"),
     )
@@ -334,6 +362,28 @@ def vote_by_rank(tables, predictor, width, key, group, choices, votes):
 
 
 @jit
+def vote_together(tables, predictor, choices, votes):
+    """One more vote for every token, by the kinds that voted for it; returns how many votes there are."""
+    levels = predictor.levels
+    for at in range(choices * KINDS):
+        levels[at] = 0
+    for index in range(votes):
+        level = predictor.feature_levels[predictor.votes[2 * index + 1]]
+        at = predictor.votes[2 * index] * KINDS + level % KINDS
+        levels[at] = max(levels[at], level // KINDS)
+    for choice in range(choices):
+        feature = 0
+        for kind in range(KINDS):
+            feature = feature * LEVELS[kind] + levels[choice * KINDS + kind]
+        feature += TOGETHER_0
+        predictor.scores[choice] += tables.weights[feature]
+        predictor.votes[2 * votes] = choice
+        predictor.votes[2 * votes + 1] = feature
+        votes += 1
+    return votes
+
+
+@jit
 def predict(tables, predictor, known, position):
     """Votes and probabilities of the tokens for `position`, behind the newest `known` tokens of the context.
 
@@ -354,6 +404,7 @@ def predict(tables, predictor, known, position):
             choices, votes = vote_followers(tables, predictor, choices, votes, entry, feature)
         if predictor.sources >> GUESS & 1:
             choices, votes = vote_guesses(tables, predictor, choices, votes, order, GUESS_0 + order * M)
+    votes = vote_together(tables, predictor, choices, votes)
     none = NONE_0 + matched * 5 + logits_order + 1
     if model_order > 0:
         order = (model_order - 1) * (MAX_LOGITS_ORDER + 1) + logits_order + 1
