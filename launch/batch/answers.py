@@ -12,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -42,13 +43,12 @@ class Answers:
         self.path = path
         self.done: set[str] = set()
         self.failed = 0
-        if path.exists() and path.samefile(lines.path):
-            raise UserError(f"out is {path}, which is the file of requests; give another file")
         try:
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o666)
         except OSError as error:
             raise self._unwritable(error) from None
         try:
+            self._check_kind(lines)
             self._lock()
             self._read(lines)
             _sync_folder(path.parent)
@@ -76,15 +76,31 @@ class Answers:
             OSError: the disk is full, or has gone.
         """
         data = b"".join(json.dumps(record, separators=(",", ":")).encode() + b"\n" for record in records)
-        while data:
-            data = data[os.write(self._file, data) :]
-        os.fsync(self._file)
+        try:
+            while data:
+                data = data[os.write(self._file, data) :]
+            os.fsync(self._file)
+        except OSError as error:
+            error.filename = str(self.path)  # which the message shows
+            raise
         for record in records:
             self._note(record)
 
     def _note(self, record: dict[str, Any]) -> None:
         self.done.add(record["id"])
         self.failed += is_failed(record)
+
+    def _check_kind(self, lines: Lines) -> None:
+        """Refuse what cannot be read again, as a pipe or a terminal, and the file of requests.
+
+        Raises:
+            ValueError: it is such a file.
+        """
+        status = os.fstat(self._file)
+        if not stat.S_ISREG(status.st_mode):
+            raise UserError(f"out is {self.path}, which is no file on a disk; give one, which the next run reads again")
+        if os.path.samestat(status, os.stat(lines.path)):
+            raise UserError(f"out is {self.path}, which is the file of requests; give another file")
 
     def _lock(self) -> None:
         try:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,12 +79,13 @@ class Lines:
         path: the file.
 
     Raises:
-        ValueError: it cannot be read, has no lines, or two with the same custom_id.
+        ValueError: it cannot be read, or not twice, has no lines, or two with the same custom_id.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.lines: list[Line] = []
+        _check_kind(path)
         seen: dict[str, int] = {}
         for number, offset, data in self._read():
             line = _line(number, offset, data)
@@ -124,6 +127,20 @@ class Lines:
                     offset += len(data)
         except OSError as error:
             raise _unreadable(self.path, error) from None
+
+
+def _check_kind(path: Path) -> None:
+    """Refuse what can be read once alone, as a pipe.
+
+    Raises:
+        ValueError: it is such a file, or cannot be found.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise UserError(f"input is {path}, which is no file on a disk; write its lines to one, which is read twice")
 
 
 def _unreadable(path: Path, error: OSError) -> UserError:

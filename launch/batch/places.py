@@ -63,7 +63,7 @@ class Place:
 
     Attributes:
         busy: requests that it has.
-        seen_s: when it was last known to work, by time.monotonic().
+        seen_s: when it was last known to take requests, by time.monotonic().
         trouble: what was wrong with it last; empty for nothing.
     """
 
@@ -158,6 +158,7 @@ class Server(Place):
         self._rests_until_s = 0.0
         self._rest_s = 1.0  # the next one
         self._works = False  # since it was last looked at
+        self._full = False  # it refused the last request: it works, but takes none
         self._looked_s = float("-inf")
 
     @property
@@ -176,7 +177,7 @@ class Server(Place):
         """Send a request and wait for its answer.
 
         Raises:
-            ValueError: it wants another key.
+            ValueError: it wants another key, or is elsewhere.
         """
         try:
             answer = await _post(self.client, request)
@@ -188,22 +189,24 @@ class Server(Place):
             return self._refused(answer)
         if answer.status_code == 401:
             raise self._locked(answer)
-        if answer.status_code in FAILED:
+        self._check_address(answer)
+        if answer.status_code in FAILED or (answer.status_code > 500 and not _is_object(answer)):
             return self._failed(f"it answered {answer.status_code}: {answer.text[:SHOWN]}", True)
-        self.seen_s, self._rest_s, self.trouble = time.monotonic(), 1.0, ""
+        self.seen_s, self._rest_s, self.trouble, self._full = time.monotonic(), 1.0, "", False
         return _reply(answer)
 
     async def look(self) -> None:
         """Find out whether it takes requests, how many, and how many others have sent.
 
         Raises:
-            ValueError: it wants another key.
+            ValueError: it wants another key, or is elsewhere.
         """
         self._looked_s = time.monotonic()
         try:
             ready = await self._get("/ready")
             if ready.status_code in (401, 403):
                 raise self._locked(ready)
+            self._check_address(ready)
             if ready.status_code >= 500:
                 self.trouble = f"/ready answered {ready.status_code}"
                 self._works = False
@@ -217,7 +220,9 @@ class Server(Place):
             return
         counts = LOAD.findall(load.text) if load.status_code == 200 else []
         self._others = max(int(sum(map(float, counts))) - self.busy, 0)
-        self._works, self.seen_s = True, time.monotonic()
+        self._works = True
+        if not self._full:
+            self.seen_s = time.monotonic()
 
     async def _learn_slots(self) -> None:
         """Take what lp and llama.cpp say of themselves."""
@@ -237,11 +242,19 @@ class Server(Place):
     def _refused(self, answer: httpx.Response) -> Later:
         """It takes no request now: it is full, or about to end."""
         self.trouble = f"it answered {answer.status_code}"
-        self._works = answer.status_code == 429
-        if self._works:
-            self.seen_s = time.monotonic()
+        self._works = self._full = answer.status_code == 429
         self._rest(retry_after_s(answer))
         return Later(self.trouble, False)
+
+    def _check_address(self, answer: httpx.Response) -> None:
+        """Refuse a server that is elsewhere: each of its redirects would be taken for an answer.
+
+        Raises:
+            ValueError: names the address that it gives.
+        """
+        if answer.is_redirect:
+            url = answer.headers.get("location", "").removesuffix(answer.request.url.path)
+            raise UserError(f"{self.name} redirects to {url!r} ({answer.status_code}); give that address in servers")
 
     def _locked(self, answer: httpx.Response) -> UserError:
         return UserError(f"{self.name} wants its API key ({answer.status_code}); give it as LP_API_KEY")
@@ -280,23 +293,41 @@ def server_urls(given: list[str]) -> list[str]:
     """
     urls = [url.rstrip("/").removesuffix("/v1") for url in given]
     for url in urls:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        if not _is_address(url):
             raise UserError(f"servers has {url!r}; give addresses, as in servers=[http://a:8000,http://b:8000]")
         if urls.count(url) > 1:
             raise UserError(f"servers has {url} twice; give each once")
     return urls
 
 
+def _is_address(url: str) -> bool:
+    try:
+        httpx.URL(url)
+        parts = urlsplit(url)
+        beyond = parts.query or parts.fragment or " " in url or parts.port == 0
+    except (ValueError, httpx.InvalidURL):  # a port or a bracket that is none
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and not beyond
+
+
 async def _post(client: httpx.AsyncClient, request: Request) -> httpx.Response:
     return await client.post(request.url, content=request.body, headers={"Content-Type": "application/json"})
 
 
-def _reply(answer: httpx.Response) -> Reply:
+def _is_object(answer: httpx.Response) -> bool:
+    """Whether an answer is a JSON object, as every server's errors are, and no page of a proxy before it."""
+    return isinstance(_body(answer), dict)
+
+
+def _body(answer: httpx.Response) -> Any:
     try:
-        body = answer.json()
-    except ValueError:
-        body = None
+        return answer.json()
+    except (ValueError, RecursionError):
+        return None
+
+
+def _reply(answer: httpx.Response) -> Reply:
+    body = _body(answer)
     if not isinstance(body, dict):
         message = f"the answer is no JSON object: {answer.text[:SHOWN]}"
         body = {"error": {"message": message, "type": "server_error", "param": None, "code": None}}

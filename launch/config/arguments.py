@@ -17,6 +17,7 @@ from lp.errors import UserError
 PROMPT = "LP_PROMPT"
 STDIN = "LP_STDIN"  # what launch/torchrun.py has read for its ranks, which have no stdin of their own
 OVERRIDE = re.compile(r"(~[\w./@:+-]+$)|([~+]{0,2}[\w./@:-]+=)")
+PATHS = ("/", "./", "../")  # with which no key begins: a file may have a = in its name
 # Options of Hydra that take a value, which is no text to continue.
 WITH_VALUE = {
     *("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"),
@@ -88,7 +89,7 @@ def take_files(args: Sequence[str], keys: Sequence[str]) -> list[str]:
         if arg in WITH_VALUE:
             found += [arg, *rest[:1]]
             del rest[:1]
-        elif not keys or arg.startswith("-") or OVERRIDE.match(arg):
+        elif not keys or arg.startswith("-") or (OVERRIDE.match(arg) and not arg.startswith(PATHS)):
             found.append(re.sub("^in=", "input=", arg) if "input" in keys else arg)  # no field can be called `in`
         else:
             files.append(arg)

@@ -11,6 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # By an index tensor: a mask is turned into numbers first, and the host waits for how many there are; one on the host is
 # copied.
 INDEXES = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
+# With a number from the device, which the host reads.
+FILLS = {"masked_fill", "masked_fill_", "index_fill", "index_fill_"}
 
 
 class NoWaiting(TorchDispatchMode):
@@ -47,8 +49,12 @@ def _waits(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     if name in INDEXES:
         indices = [index for index in args[1] if index is not None]
         masks = [index for index in indices if index.dtype in (torch.bool, torch.uint8)]
-        fills = name not in ("index", "_unsafe_index") and len(indices) == 1 and args[2].numel() == 1
+        puts = name not in ("index", "_unsafe_index")
+        fills = puts and len(indices) == 1 and args[2].numel() == 1 and args[2].is_cpu
         return (bool(masks) and not fills) or not all(index.is_cuda for index in indices)
+    if name in FILLS:
+        value = kwargs.get("value", args[-1])
+        return isinstance(value, torch.Tensor) and value.is_cuda
     if name == "lift_fresh":  # numbers of a list have been copied to the device
         return True
     sized = kwargs.get("output_size") is not None  # it need not be looked up

@@ -222,6 +222,14 @@ def test_ranks_of_two_nodes_find_each_other() -> None:
     assert selector["leaderworkerset.sigs.k8s.io/worker-index"] == "0"
 
 
+def test_a_group_of_pods_has_its_name_alone() -> None:
+    """The operator makes a headless Service of a LeaderWorkerSet's name, unless there is one: then pods have no names
+    of their own, and the worker never finds the leader."""
+    services = {each["metadata"]["name"] for each in everything() if each["kind"] == "Service"}
+    groups = [each["metadata"]["name"] for each in everything() if each["kind"] == "LeaderWorkerSet"]
+    assert groups and services and services.isdisjoint(groups)
+
+
 def test_what_is_named_is_there() -> None:
     """Selectors, ports, claims and references lead to something; one that does not is no error to a cluster."""
     found = everything()

@@ -88,6 +88,12 @@ def test_files_of_any_name_are_what_they_are() -> None:
         assert (value.text if isinstance(value, QuotedString) else value) == name
 
 
+def test_a_file_with_an_equals_sign_is_given_by_its_path() -> None:
+    """A file such as lr=0.1.jsonl, given as ./lr=0.1.jsonl, must not be taken for a setting."""
+    for name in ("./lr=0.1.jsonl", "../a=b", "/data/a=b.jsonl"):
+        assert take_files([name, "W=4"], ("input", "out")) == ["W=4", f"input='{name}'"]
+
+
 def test_too_many_files() -> None:
     with pytest.raises(UserError, match=r"'c' is one file too many; give input and out, and settings as KEY=VALUE"):
         take_files(["a", "b", "c"], ("input", "out"))

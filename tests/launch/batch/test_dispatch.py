@@ -235,6 +235,38 @@ def test_an_answer_that_is_no_json(tmp_path: Path) -> None:
     assert response["status_code"] == 502 and "no JSON object: <html>" in response["body"]["error"]["message"]
 
 
+def test_a_page_of_a_proxy_whose_server_has_gone(tmp_path: Path) -> None:
+    """504 with a page is no word of the server: its requests go elsewhere. With an error in JSON it is the server's."""
+    page: Handler = lambda body: httpx.Response(504, text="<html>time-out</html>")  # noqa: E731
+    site = Site(tmp_path, 6, Fake(handler=page), Fake())
+    site.run()
+    site.check(6)
+    site.out.unlink()
+    late: Handler = lambda body: httpx.Response(504, json={"error": {"message": "not in time"}})  # noqa: E731
+    site.fakes = (Fake(handler=late),)
+    site.run()
+    assert all(record["response"]["status_code"] == 504 for record in site.records().values())
+
+
+def test_a_server_that_is_elsewhere(tmp_path: Path) -> None:
+    """http:// of one that wants https://: each redirect would be recorded as an answer, and never be asked again."""
+    moved: Handler = lambda body: httpx.Response(  # noqa: E731
+        308, headers={"Location": "https://elsewhere/v1/completions"}
+    )
+    site = Site(tmp_path, 3, Fake(handler=moved))
+    with pytest.raises(UserError, match=r"http://s0 redirects to 'https://elsewhere' \(308\); give that address"):
+        site.run()
+    assert site.out.read_text() == ""
+
+
+def test_a_server_that_refuses_for_long(tmp_path: Path) -> None:
+    """A quota that is used up: it answers, but takes nothing, and the run must not wait beyond timeout_s."""
+    full: Handler = lambda body: httpx.Response(429, headers={"Retry-After": "0.05"})  # noqa: E731
+    site = Site(tmp_path, 3, Fake(handler=full), timeout_s=0.6)
+    with pytest.raises(UserError, match=r"has taken a request for 0\.6 s \(http://s0: it answered 429\)"):
+        site.run()
+
+
 def test_no_server_for_long(tmp_path: Path) -> None:
     """It ends with an error that says how it goes on, and goes on."""
     fakes = Fake(), Fake()
@@ -370,7 +402,16 @@ def test_when_a_server_wants_to_be_asked_again() -> None:
 
 def test_addresses_of_servers() -> None:
     assert server_urls(["http://a:8000/v1/", "https://b/x"]) == ["http://a:8000", "https://b/x"]
-    for bad in ("a:8000", "ftp://a", "http://", "http://a?x=1"):
+    for bad in (
+        "a:8000",
+        "ftp://a",
+        "http://",
+        "http://a?x=1",
+        "http://[::1",
+        "http://a:x",
+        "http://a:99999",
+        "http://a b",
+    ):
         with pytest.raises(UserError, match=r"servers has .*; give addresses"):
             server_urls([bad])
     with pytest.raises(UserError, match="servers has http://a twice"):

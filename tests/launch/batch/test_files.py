@@ -73,6 +73,29 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
         Lines(write(tmp_path / "in.jsonl", request("a"), request("b"), "", request("b")))
 
 
+def test_files_that_are_read_once(asked: Lines, tmp_path: Path) -> None:
+    """A pipe is at its end when lines are read again; as the file of answers it would be waited for without end."""
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/null")):
+        with pytest.raises(UserError, match=r"input is .*, which is no file on a disk; write its lines to one"):
+            Lines(path)
+        with pytest.raises(UserError, match=r"out is .*, which is no file on a disk; give one"):
+            Answers(path, asked)
+
+
+def test_a_folder_that_is_closed(asked: Lines, tmp_path: Path) -> None:
+    """Whether the file is there can't even be asked; a traceback would not say whose folder it is."""
+    folder = tmp_path / "closed"
+    folder.mkdir()
+    folder.chmod(0)
+    if os.access(folder, os.X_OK):
+        pytest.skip("root enters every folder")
+    with pytest.raises(UserError, match=r"cannot write .*out\.jsonl \(Permission denied\)"):
+        Answers(folder / "out.jsonl", asked)
+    with pytest.raises(UserError, match=r"cannot read .*in\.jsonl \(Permission denied\)"):
+        Lines(folder / "in.jsonl")
+
+
 def test_a_file_that_changes_meanwhile(asked: Lines) -> None:
     """An answer must not be recorded under the name of another request."""
     write(asked.path, *(request(name, body={"prompt": "y = ", "max_tokens": 8}) for name in "abcd"))

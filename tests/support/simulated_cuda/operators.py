@@ -36,8 +36,10 @@ WAITS = {
 WAITS_FOR_SIZE = {"repeat_interleave": "output_size"}
 # By an index tensor, which may be on the host.
 INDEXES = {"_index_put_impl_", "_unsafe_index", "_unsafe_index_put", "index", "index_put", "index_put_"}
+# The host reads the number that they fill with, also where it is on the device.
+FILLS = {"index_fill", "index_fill_", "masked_fill", "masked_fill_"}
 # Not pointwise, but they take a CPU tensor without dimensions all the same.
-TAKE_SCALARS = {"fill_", "index_fill", "index_fill_", "masked_fill", "masked_fill_"}
+TAKE_SCALARS = {"fill_", *FILLS}
 _NO_KERNEL = {*ALLOCATES, "_local_scalar_dense", "_unsafe_view", "detach_"}
 
 

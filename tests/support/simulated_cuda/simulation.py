@@ -14,6 +14,7 @@ from tests.support.simulated_cuda.events import LAUNCH, PAGEABLE, SYNC, Events, 
 from tests.support.simulated_cuda.memory import Block, address, blocks, is_pinned, pin, poison
 from tests.support.simulated_cuda.operators import (
     ALLOCATES,
+    FILLS,
     INDEXES,
     KERNELS,
     WAITS,
@@ -207,6 +208,8 @@ class SimulatedCuda(TorchDispatchMode):
         self._check_devices(func, op, tensors, on_cuda, args, kwargs)
         if op.name in WAITS or (op.name in WAITS_FOR_SIZE and kwargs.get(WAITS_FOR_SIZE[op.name]) is None):
             self.wait(op.name)
+        if op.name in FILLS and isinstance(kwargs.get("value", args[-1]), CudaTensor):
+            self.wait(op.name)
         if op.name in INDEXES:
             self._check_indices(op, args)
         target = device or on_cuda[0].device
@@ -267,7 +270,8 @@ class SimulatedCuda(TorchDispatchMode):
     def _check_indices(self, op: Operator, args: Any) -> None:
         """Note what indices cost: a mask is turned into numbers, which the host waits for; host indices are copied."""
         indices = [index for index in args[1] if index is not None]
-        fills = op.name != "index" and len(indices) == 1 and args[2].numel() == 1  # takes a mask as masked_fill does
+        # A number on the host takes a mask as masked_fill does.
+        fills = op.name != "index" and len(indices) == 1 and args[2].numel() == 1 and args[2].is_cpu
         for index in indices:
             if not isinstance(index, CudaTensor):
                 self._note_copy_from_host(index, non_blocking=False)
