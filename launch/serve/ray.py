@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -173,11 +174,12 @@ class Replica:
             return
         try:
             ray.get(ended)
-            why = "it has ended"
+            why = "it was not asked to"
         except Exception as error:
             why = str(error).strip().splitlines()[-1]
+        print(f"rank {rank} has ended: {why}", file=sys.stderr, flush=True)
         if self._loop:
-            self._loop.fail(RankLost(f"rank {rank} is lost: {why}"))
+            self._loop.fail(RankLost(f"rank {rank} has ended: {why}"))
         self._failed.set()
 
     def _end_after_failure(self) -> None:

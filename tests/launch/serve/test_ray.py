@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import socket
@@ -50,6 +51,12 @@ CLIENTS = 6
 LONG = {"prompt": "import os\n", "max_tokens": 1200, "temperature": 0.8, "seed": 3, "stream": True, "ignore_eos": True}
 PATTERN = "[a-c]{2,9}(, [0-9]{1,3}){3,12}"
 RETRYABLE = (500, 503)
+# Ray's own processes need a minute to start where others keep the cores busy.
+SLOW_MACHINE = (
+    ("RAY_agent_register_timeout_ms", "120000"),
+    ("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "100"),
+    ("RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S", "100"),
+)
 
 
 class Answer(NamedTuple):
@@ -198,11 +205,14 @@ def site() -> Iterator[Site]:
         port = int(free.getsockname()[1])
         patch.setenv("PYTHONPATH", str(ROOT))
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        for name, value in SLOW_MACHINE:
+            patch.setenv(name, value)
         patch.delenv("OMP_NUM_THREADS", raising=False)  # Ray gives each actor as many as it has cores
         ray.init(num_cpus=6, include_dashboard=False, log_to_driver=False)
     children = []
     try:
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        with contextlib.suppress(ray.exceptions.GetTimeoutError):  # of the proxy, which comes later
+            serve.start(http_options={"host": "127.0.0.1", "port": port})
         yield Site(f"http://127.0.0.1:{port}")
         children = psutil.Process().children(recursive=True)
         serve.shutdown()
@@ -330,6 +340,19 @@ def test_what_ray_is_told() -> None:
     assert (limits.max_ongoing_requests, limits.max_queued_requests) == (10, 7)
     scaling = limits.autoscaling_config
     assert (scaling.min_replicas, scaling.max_replicas, scaling.target_ongoing_requests) == (1, 3, 5)
+
+
+def test_the_file_of_the_guide() -> None:
+    """Ray reads it, and refuses names that it does not know."""
+    from ray.serve.schema import ServeDeploySchema
+
+    yaml = pytest.importorskip("yaml", reason="the package PyYAML is not installed")
+    page = (ROOT / "docs/guide/several-machines.md").read_text(encoding="utf-8")
+    (application,) = yaml.safe_load(page.split("```yaml\n")[1].split("```")[0])["applications"]
+    ServeDeploySchema.model_validate({"applications": [application]})
+    with pytest.raises(ValueError, match="placement_strategy"):
+        wrong = application | {"deployments": [{"name": "lp", "placement_strategy": "PACK"}]}
+        ServeDeploySchema.model_validate({"applications": [wrong]})
 
 
 def test_variables_of_ranks() -> None:
