@@ -36,7 +36,7 @@ from .engine_loop import EngineLoop
 from .opening import open_engine, read_settings
 from .server import FAILURE_SHOWN_S, check
 
-HUNG_S = 30.0  # a turn of the engine that takes longer fails a health check; Ray ends a replica after three
+HUNG_S = 60.0  # a turn of the engine that takes longer does not come any more
 # Requests that a replica has, for each text that takes steps: further ones wait where any replica can take them.
 AT_ONCE = 2
 
@@ -156,10 +156,10 @@ class Replica:
             RuntimeError: the engine has failed, or it or a rank hangs.
         """
         assert self._loop
+        if self._loop.takes_texts and (silent_s := self._loop.silent_s()) > HUNG_S:
+            self._loop.fail(RankLost(f"the engine, or a rank, has taken no turn for {silent_s:.0f} s"))
         if self._loop.failure:
             raise RuntimeError(f"the engine has failed: {self._loop.failure}")
-        if self._loop.takes_texts and (silent_s := self._loop.silent_s()) > HUNG_S:
-            raise RuntimeError(f"the engine, or a rank, has not taken a turn for {silent_s:.0f} s")
 
     def __del__(self) -> None:
         """Called by Ray once the replica has no requests: end all ranks."""
