@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -141,7 +142,7 @@ class EngineLoop:
         engine: nobody else may use it.
         grammars: compiles those of texts that follow one.
         max_waiting: texts that may wait beside those that take steps.
-        on_failure: called on the engine's thread when it can't go on.
+        on_failure: called when the engine can't go on, on the thread that finds it out.
 
     Attributes:
         failure: why it can't.
@@ -164,6 +165,7 @@ class EngineLoop:
         self._next_id = 0
         self._closing = False
         self._ended = False
+        self._asked_s: float | None = None  # when `silent_s` asked for a turn that has not come
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -197,6 +199,19 @@ class EngineLoop:
         with self._changed:
             self._commands.append({"abandon": True})
             self._changed.notify()
+
+    def silent_s(self) -> float:
+        """For how long the loop has owed a turn that an earlier call asked for; where it owes none, one is asked for.
+
+        A turn is one of all ranks: a rank that hangs keeps the others from theirs. From any thread.
+        """
+        with self._changed:
+            if self._asked_s is not None:
+                return time.monotonic() - self._asked_s
+            self._asked_s = time.monotonic()
+            self._commands.append({"turn": True})
+            self._changed.notify()
+            return 0.0
 
     @property
     def texts(self) -> int:
@@ -247,14 +262,14 @@ class EngineLoop:
         """Until `close` on rank 0, or a failure."""
         try:
             busy = False
-            while not self._ended:
+            while not (self._ended or self.failure):
                 for command in self._next_commands(busy):
                     self._apply(command)
                 self._score_prompt()
                 busy = self.engine.step()
                 self._report_ended()
         except BaseException as error:
-            self._fail(error)
+            self.fail(error)
 
     def _check_open(self) -> None:
         if not self.takes_texts:
@@ -293,6 +308,8 @@ class EngineLoop:
                     self.engine.cancel(text.handle)
                 self._end(number, text, Ending(error=Abandoned()))
             self._end_scorings(Abandoned())
+        elif "turn" in command:
+            self._asked_s = None
         else:
             self._ended = True
 
@@ -355,8 +372,8 @@ class EngineLoop:
 
     def _end(self, number: int, text: LiveText, ending: Ending) -> None:
         with self._changed:
-            del self._texts[number]
-        if text.on_event:
+            ended_before = self._texts.pop(number, None) is None  # by `fail`, on another thread
+        if text.on_event and not ended_before:
             text.on_event(ending)
 
     def _score_prompt(self) -> None:
@@ -381,10 +398,10 @@ class EngineLoop:
         for scoring in scorings:
             scoring.on_done(error)
 
-    def _fail(self, error: BaseException) -> None:
-        """The engine can't go on: tell all who wait."""
+    def fail(self, error: BaseException) -> None:
+        """The engine can't go on: tell all who wait. From any thread."""
         with self._changed:
-            self.failure = error
+            self.failure = self.failure or error
         for number, text in [*self._texts.items()]:
             self._end(number, text, Ending(error=error))
         self._end_scorings(error)

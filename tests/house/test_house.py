@@ -68,6 +68,7 @@ KEEPERS = {
     "omegaconf": "launch",
     "deepspeed": "launch.bench.baselines",
     "accelerate": "launch.bench.baselines",
+    "ray": "launch.serve.ray",
 }
 FORBIDDEN = {"lp.draft": ["transformers", "torch.distributed"]}
 # Fragments that are glued to a line above them, or to another docstring; and those that go on from their own name,
