@@ -84,6 +84,7 @@ class Site:
         self.model, self.tokenizer = lp.load("demo", dtype="float64")
         self.decoder = lp.PlainDecoder(self.model)
         self.compiler = lp.GrammarCompiler(self.tokenizer, vocabulary_size(self.model))
+        self.known: dict[int, str] = {}
         self.fim = FimPrompts(self.tokenizer, FIM)
 
     def deploy(self, args: dict[str, Any], deployment: dict[str, Any] | None = None) -> None:
@@ -117,6 +118,11 @@ class Site:
 
     def expected(self, index: int) -> str:
         """The text of a request, by plain decoding in this process."""
+        if index not in self.known:
+            self.known[index] = self._decode(index)
+        return self.known[index]
+
+    def _decode(self, index: int) -> str:
         body = self.body(index)[1]
         ids = list(self.tokenizer(self.prompt(index))["input_ids"])
         options: dict[str, Any] = {}
