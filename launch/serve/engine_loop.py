@@ -201,7 +201,7 @@ class EngineLoop:
             self._changed.notify()
 
     def silent_s(self) -> float:
-        """For how long the loop has owed a turn that an earlier call asked for; where it owes none, one is asked for.
+        """Ask the loop for a turn; seconds since it was asked for one that it has not taken yet, 0 where it has.
 
         A turn is one of all ranks: a rank that hangs keeps the others from theirs. From any thread.
         """

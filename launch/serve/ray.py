@@ -114,7 +114,7 @@ class Replica:
     """Rank 0 of a replica, and its endpoints.
 
     Args:
-        overrides: of the config.
+        overrides: settings of `lp serve`, as Hydra reads them.
         environment: variables of whoever built the application.
         ranks: how many the replica has.
         resources: what each of them takes, by Ray's names.
@@ -200,7 +200,7 @@ class Rank:
         """Do what rank 0 does, until it ends.
 
         Args:
-            overrides: of the config.
+            overrides: settings of `lp serve`, as Hydra reads them.
             environment: variables to set, this rank's place among them.
 
         Raises:

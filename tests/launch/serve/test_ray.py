@@ -76,7 +76,7 @@ class Site:
     """Ray, and what expects its texts.
 
     Args:
-        url: of Ray's proxy.
+        url: where Ray's proxy answers.
     """
 
     def __init__(self, url: str) -> None:
@@ -165,7 +165,7 @@ class Site:
             return list(clients.map(lambda index: self.ask(*self.body(index)), range(COUNT)))
 
     def assert_exact(self, answers: list[Answer]) -> None:
-        """Those that came are the decoder's."""
+        """Compare the answers that came with the decoder's texts."""
         wrong = [
             (index, answer, self.expected(index))
             for index, answer in enumerate(answers)
