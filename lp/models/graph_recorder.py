@@ -15,6 +15,7 @@ from lp.parallel.agreement import Outcome
 from lp.parallel.replica import Replica
 
 T = TypeVar("T")
+FULL = f"{torch.OutOfMemoryError.__name__}:"  # how the cause of a rank whose device is full begins
 WARM_UPS = 2  # runs before a capture, in which libraries allocate their workspaces
 
 
@@ -53,7 +54,7 @@ class GraphRecorder:
         Raises:
             CaptureFailed: it waits for the device, or does something else that no graph takes; or it failed on another
                 rank of the replica, which the error names.
-            OutOfMemoryError: the device is full.
+            OutOfMemoryError: the device is full, of this rank or another one of the replica.
             RankFailed: a rank failed amid the collectives of the work; every rank has this error, with its cause.
         """
         if not self.recording:
@@ -81,7 +82,10 @@ class GraphRecorder:
             error = failure
         try:
             cause = f"{type(error).__name__}: {_first_line(error)}" if error else ""
-            mine = Outcome(replica.started - before if computes else 0, cause)
+            started = replica.started - before
+            if self._compiled:  # whose collectives are not counted: all of them, or none
+                started = int(not cause)
+            mine = Outcome(started if computes else 0, cause)
             every = replica.outcomes(call, mine)
             failed = [rank for rank, outcome in enumerate(every) if outcome.cause]
             if not failed:
@@ -95,6 +99,9 @@ class GraphRecorder:
                 ) from error
             if isinstance(error, torch.OutOfMemoryError):
                 raise error
+            full = [rank for rank in failed if every[rank].cause.startswith(FULL)]
+            if full:  # the same error on all ranks: they treat it alike
+                raise torch.OutOfMemoryError(f"rank {replica.name_of(full[0])}: {every[full[0]].cause}") from error
             if error is None:
                 raise CaptureFailed(f"{first} of the replica can't capture it: {cause}")
             raise CaptureFailed(str(error).strip() or type(error).__name__) from error

@@ -59,7 +59,7 @@ class Replica:
 
     @property
     def started(self) -> int:
-        """How many collectives this rank has started."""
+        """How many collectives this rank has started, but for those of compiled steps."""
         return 0
 
     def outcomes(self, call: str, mine: Outcome) -> list[Outcome]:
@@ -161,7 +161,7 @@ class ProcessReplica(Replica):
         group: the ranks' group of torch.distributed.
         messages: the same ranks, for messages.
         one_shot: what sums small tensors; None where `group` sums all.
-        calls: has an entry, how many collectives this rank has started.
+        calls: has an entry, how many collectives this rank has started, but for those of compiled steps.
     """
 
     group: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
@@ -170,7 +170,7 @@ class ProcessReplica(Replica):
     calls: list[int] = field(default_factory=lambda: [0], repr=False, compare=False)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.calls[0] += 1
+        self._count()
         if self.one_shot and self.one_shot.takes(tensor):
             return self.one_shot(tensor)
         with self.messages.answered():
@@ -178,12 +178,16 @@ class ProcessReplica(Replica):
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.calls[0] += 1
+        self._count()
         gathered = tensor.new_empty(self.size, *tensor.shape)
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
         with self.messages.answered():
             gather(gathered.view(-1), tensor.contiguous().view(-1), group=self.group)
         return gathered
+
+    def _count(self) -> None:
+        if not torch.compiler.is_compiling():  # it would compile anew for every count
+            self.calls[0] += 1
 
     @property
     def lost(self) -> bool:

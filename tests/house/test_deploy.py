@@ -203,6 +203,15 @@ def test_probes_ask_what_they_mean() -> None:
     assert not [each for each in asked if "ports" not in each and "readinessProbe" in each]
 
 
+def test_a_rollout_waits_as_long_as_a_start_may_take() -> None:
+    """`kubectl rollout status` would call a replica failed, after ten minutes, that still loads its model."""
+    for each in everything():
+        probe = container(each).get("startupProbe") if each["kind"] == "Deployment" else None
+        if probe:
+            start_s = probe["periodSeconds"] * probe["failureThreshold"]
+            assert each["spec"].get("progressDeadlineSeconds", 600) > start_s
+
+
 def test_ranks_of_two_nodes_find_each_other() -> None:
     """Both pods have the same command and the variables that torchrun.sh takes, of what the operator sets."""
     (group,) = (each for each in everything() if each["kind"] == "LeaderWorkerSet")

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch._dynamo.testing import CompileCounter
 
 import lp
 from lp.parallel.one_shot_sum import MOST_BYTES, OneShotSum, one_shot_sum
+from lp.parallel.replica import ProcessReplica
 from tests.support.forked import Forked
 
 
@@ -56,3 +58,25 @@ def test_ranks_agree_on_the_kernel_and_its_sums(forked: Forked, tmp_path: Path) 
     said = launch.output()
     assert "the device is cpu, not cuda" in said and "no such link" in said
     assert "its sums are not those of torch.distributed" in said and "another rank of the replica cannot" in said
+
+
+def test_a_compiled_step_with_sums_is_compiled_once() -> None:
+    """A count of sums that the compiled code reads would be another one in each step: torch compiles anew for it, which
+    takes minutes, and gives up at the ninth."""
+
+    def kernel(shared: torch.Tensor, tensor: torch.Tensor, op: str, name: str) -> torch.Tensor:
+        return tensor * 2
+
+    one_shot = OneShotSum(torch.zeros(MOST_BYTES, dtype=torch.uint8), "", kernel)
+    replica = ProcessReplica(0, 2, one_shot=one_shot)
+    values, counter = torch.ones(4), CompileCounter()
+
+    def step() -> torch.Tensor:
+        return replica.all_reduce(replica.all_reduce(values) + 1)
+
+    compiled = torch.compile(step, backend=counter, fullgraph=True, dynamic=False)
+    for _ in range(3):
+        assert compiled().tolist() == [6.0] * 4
+    assert counter.frame_count == 1
+    replica.all_reduce(values)
+    assert replica.started == 1

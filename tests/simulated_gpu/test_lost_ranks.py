@@ -208,6 +208,51 @@ def test_ranks_that_fail_alike_go_on_uncaptured(gpu: SimulatedCuda, monkeypatch:
     assert _decoded_by_a_replica("auto") == [expected, expected]
 
 
+def test_a_device_that_is_full_is_so_on_all_ranks(gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank would give the text up, and the others go on without it, uncaptured, to wait for its next sum."""
+    recorded = GraphRecorder._recorded
+
+    def full(recorder: GraphRecorder, work: Callable[[], object]) -> Callable[[], object]:
+        graph = recorded(recorder, work)
+        if recorder._replica.rank == 1:
+            raise torch.OutOfMemoryError("no room for 3 GiB")
+        return graph
+
+    monkeypatch.setattr(GraphRecorder, "_recorded", full)
+    wholes: list[Any] = [copy.deepcopy(tiny_model(sharpness=2.0)).to(f"cuda:{rank}") for rank in range(2)]
+
+    def body(context: ParallelContext, own: SimulatedCuda) -> str:
+        model = divide(wholes[context.rank], context.replica)
+        decoder = lp.LookaheadDecoder(model, CONFIG, context, capture="graph")
+        try:
+            return str(decoder.generate(IDS, NEW).tokens)
+        except torch.OutOfMemoryError as error:
+            return str(error)
+
+    found = run_on_gpus(2, body, tp=True)
+    assert found[1].startswith("no room for 3 GiB") and "rank 1: OutOfMemoryError: no room for 3 GiB" in found[0]
+
+
+def test_a_rank_that_fails_amid_a_compiled_warm_up(gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled does not count its sums; that one rank failed and another did not is enough."""
+
+    def body(context: ParallelContext, own: SimulatedCuda) -> str:
+        recorder = GraphRecorder(context.device, True, context.replica, compiled=True)
+        values = torch.ones(3, device=context.device)
+
+        def work() -> torch.Tensor:
+            if context.rank:
+                raise ValueError("not compiled")
+            return values + 1
+
+        with pytest.raises(RankFailed) as failed:
+            recorder.record(work)
+        return str(failed.value)
+
+    for said in run_on_gpus(2, body, tp=True):
+        assert said.startswith("rank 1 failed while") and said.endswith("(ValueError: not compiled)")
+
+
 def test_what_ranks_say_of_their_outcomes(gpu: SimulatedCuda) -> None:
     """A cause that is too long is cut, within no letter; a rank that compares something else meanwhile is told so."""
 
