@@ -9,6 +9,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hydra.core.hydra_config import HydraConfig
+
 from lp.checks import env_int
 from lp.engine.interrupts import interruption, sigterm_raises
 from lp.errors import UserError
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
 PACKAGES = ("fastapi", "prometheus_client", "httpx")  # of the extra `serve`
 ANY_NUMBER = 1 << 30  # of texts that may wait: a request for many is none too many here
+OF_SERVERS = ("input", "out", "servers", "api_key", "max_sequences", "timeout_s", "drain_s")  # keys used with servers
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -87,12 +90,29 @@ def _by_servers(config: BatchConfig) -> None:
     from .places import Server, server_urls
 
     urls = server_urls(config.servers)
+    _refuse_unused()
     if (ranks := env_int("WORLD_SIZE", 1)) > 1:
         raise UserError(f"servers is given in a launch of {ranks} ranks; start one process")
     with ExitStack() as held:
         lines, answers = _files(config, held)
         servers = [Server(url, config.api_key, config.max_sequences, config.timeout_s) for url in urls]
         _answer(config, lines, answers, servers)
+
+
+def _refuse_unused() -> None:
+    """Refuse settings of a model and its texts: servers have their own, and these would be ignored.
+
+    Raises:
+        ValueError: names them.
+    """
+    if not HydraConfig.initialized():
+        return
+    given = [override.lstrip("+~").partition("=")[0] for override in HydraConfig.get().overrides.task]
+    if unused := [name for name in given if name not in OF_SERVERS]:
+        raise UserError(
+            f"with servers=[...] {', '.join(unused)} would change nothing; leave it out, and give it to the servers, "
+            f"or to each request. Of use are {', '.join(OF_SERVERS)}"
+        )
 
 
 def _answer(config: BatchConfig, lines: Lines, answers: Answers, places: Sequence[Place]) -> None:

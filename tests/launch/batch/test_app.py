@@ -126,6 +126,17 @@ def test_bad_settings(setting: str, start_app: Callable[..., Ran], tmp_path: Pat
     assert ran.code == 2 and BAD[setting] in ran.err and len(ran.err.splitlines()) == 1, ran.err
 
 
+@pytest.mark.parametrize("setting", ["seed=3", "sampling.temperature=0.5", "max_new_tokens=7", "sampling=greedy"])
+def test_settings_that_servers_would_not_see(setting: str, start_app: Callable[..., Ran], tmp_path: Path) -> None:
+    """They were ignored: the answers would have been those of other settings than were asked for."""
+    path = write(tmp_path / "in.jsonl", [line("a", prompt="x")])
+    given = [f"input={path}", f"out={tmp_path / 'out.jsonl'}", "servers=[http://127.0.0.1:9]", setting]
+    ran = start_app(batch, "batch", *given)
+    name = setting.partition("=")[0]
+    assert ran.code == 2 and f"with servers=[...] {name} would change nothing" in ran.err, ran.err
+    assert not (tmp_path / "out.jsonl").exists()
+
+
 def test_without_the_extra_it_says_which(start_app: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch.serve.opening, "is_installed", lambda package: package != "httpx")
     ran = start_app(batch, "batch", "input=a", "out=b")
