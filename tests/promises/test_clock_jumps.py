@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,10 +24,35 @@ JUMPS_S = (0.0, 1e-9, 3600.0, -3600.0, 1e9, -1e9)
 
 
 def jump(patch: pytest.MonkeyPatch, rng: random.Random) -> None:
-    """Every reading of a clock may be hours before or behind the last one, or the same."""
+    """Every reading of a clock may be hours before or behind the last one, or the same.
+
+    Threads of other tests, such as a server's, keep their time: one that sleeps till a moment of such a clock would do
+    so for years.
+    """
+    others = {*threading.enumerate()} - {threading.current_thread()}
     for name in CLOCKS:
         clock: Callable[[], float] = getattr(time, name)
-        patch.setattr(time, name, lambda clock=clock: clock() + rng.choice(JUMPS_S))
+
+        def jumped(clock: Callable[[], float] = clock) -> float:
+            return clock() + (0.0 if threading.current_thread() in others else rng.choice(JUMPS_S))
+
+        patch.setattr(time, name, jumped)
+
+
+def test_threads_of_other_tests_keep_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server of the same process slept for a thousand million seconds, and the run with it."""
+    asked, answers = threading.Event(), list[float]()
+
+    def read() -> None:
+        asked.wait()
+        answers.extend(time.monotonic() for _ in range(100))
+
+    other = threading.Thread(target=read)
+    other.start()
+    jump(monkeypatch, random.Random(0))
+    asked.set()
+    other.join()
+    assert max(answers) - min(answers) < 60 < max(abs(time.monotonic() - answers[0]) for _ in range(100))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
