@@ -288,7 +288,7 @@ def test_rejection_without_renormalising_is_caught(monkeypatch: pytest.MonkeyPat
         return int(torch.multinomial(left, 1, generator=generator))
 
     monkeypatch.setattr(sampling_module, "accept_or_resample", faulty)
-    assert _rejection_p(1, DRAWS) < 0.001
+    assert _rejection_p(1, 3 * DRAWS) < 0.001  # few drafts are turned down: with DRAWS it is 0.09
 
 
 def test_drawn_seed_is_one_for_all_ranks() -> None:
