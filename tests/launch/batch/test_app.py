@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,22 @@ def read(path: Path) -> dict[str | None, Any]:
     records = [json.loads(each) for each in path.read_text().splitlines()]
     assert len({record["custom_id"] for record in records}) == len(records)
     return {record["custom_id"]: record for record in records}
+
+
+@contextmanager
+def engine_that_fails(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let the engine fail at its 40th step, and expect that the app ends with its error."""
+    steps = itertools.count(1)
+    step = lp.Engine.step
+
+    def failing(engine: lp.Engine) -> bool:
+        if next(steps) == 40:
+            raise RuntimeError("the device has gone")
+        return step(engine)
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="the device has gone"):
+        patch.setattr(lp.Engine, "step", failing)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -188,21 +206,9 @@ def test_an_engine_that_fails_loses_no_request(
     """What it was at is no answer, not even an error; the same command goes on."""
     lines = mixed()
     path, out = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
-    steps = 0
-    step = lp.Engine.step
-
-    def failing(engine: lp.Engine) -> bool:
-        nonlocal steps
-        steps += 1
-        if steps == 40:
-            raise RuntimeError("the device has gone")
-        return step(engine)
-
     asked = [f"input={path}", f"out={out}", "max_sequences=3", *settings]
-    with monkeypatch.context() as patch:
-        patch.setattr(lp.Engine, "step", failing)
-        with pytest.raises(RuntimeError, match="the device has gone"):
-            start_app(batch, "batch", *asked)
+    with engine_that_fails(monkeypatch):
+        start_app(batch, "batch", *asked)
     first = read(out)
     assert 0 < len(first) < len(lines)
     check([each for each in lines if each["custom_id"] in first], first, oracle)
@@ -350,20 +356,8 @@ def test_a_journal_keeps_what_texts_had(
         begin(loop, number, text)
 
     monkeypatch.setattr(EngineLoop, "_begin", noted)
-    steps = 0
-    step = lp.Engine.step
-
-    def failing(engine: lp.Engine) -> bool:
-        nonlocal steps
-        steps += 1
-        if steps == 40:
-            raise RuntimeError("gone")
-        return step(engine)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(lp.Engine, "step", failing)
-        with pytest.raises(RuntimeError, match="gone"):
-            start_app(batch, "batch", *asked)
+    with engine_that_fails(monkeypatch):
+        start_app(batch, "batch", *asked)
     assert start_app(batch, "batch", *asked).code == 0
     assert resumed[0] == 0 and resumed[1] > 5
     check(lines, read(out), oracle)

@@ -12,7 +12,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -30,6 +30,8 @@ ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
 serve = pytest.importorskip("ray.serve", reason="the extra `ray` is not installed")
 httpx = pytest.importorskip("httpx", reason="the package httpx is not installed")
 psutil = pytest.importorskip("psutil", reason="the package psutil is not installed")
+
+from tests.support.eventually import eventually  # noqa: E402
 
 SETTINGS = {
     "model": "demo",
@@ -177,19 +179,6 @@ class Site:
         ids = list(self.tokenizer(LONG["prompt"])["input_ids"])
         sampling = lp.SamplingParams(temperature=0.8, seed=3)
         return self.decoded(self.decoder.generate(ids, LONG["max_tokens"], sampling, eos_token_id=()).tokens)
-
-
-def eventually(true: Callable[[], bool], seconds: float) -> bool:
-    """Whether it becomes true in time; a connection that fails is a no."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        try:
-            if true():
-                return True
-        except httpx.HTTPError:
-            pass
-        time.sleep(0.2)
-    return False
 
 
 def processes_of(name: str) -> list[Any]:

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,8 @@ from tests.conftest import Processes
 for package in ("fastapi", "uvicorn", "prometheus_client"):
     pytest.importorskip(package, reason="the extra `serve` is not installed")
 httpx = pytest.importorskip("httpx", reason="the package httpx is not installed")
+
+from tests.support.eventually import eventually  # noqa: E402
 
 pytestmark = pytest.mark.slow
 REQUESTS = 24
@@ -42,19 +43,6 @@ def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])
-
-
-def eventually(true: Callable[[], bool], seconds: float) -> bool:
-    """Whether it becomes true in time; a connection that fails is a no."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        try:
-            if true():
-                return True
-        except httpx.HTTPError:
-            pass
-        time.sleep(0.2)
-    return False
 
 
 class Site:
