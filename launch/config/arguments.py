@@ -99,10 +99,10 @@ def take_files(args: Sequence[str], keys: Sequence[str]) -> list[str]:
         raise UserError(
             f"{files[len(left)]!r} is one file too many; give {' and '.join(keys)}, and settings as KEY=VALUE"
         )
-    return [*found, *(f"{key}={_quoted(file)}" for key, file in zip(left, files, strict=False))]
+    return [*found, *(f"{key}={quoted(file)}" for key, file in zip(left, files, strict=False))]
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
     """A text as one value of Hydra's, whatever characters it has."""
     escaped = re.sub(r"(\\*)'", r"\1\1\\'", text)
     trailing = re.search(r"\\*$", escaped)

@@ -28,6 +28,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from lp.checks import check_int
 from lp.errors import RankLost, UserError
 
+from ..config.arguments import quoted
 from ..config.schema import ServeConfig, register, settings
 from ..running.errors import explain
 from ..running.hydra_app import CONF, import_plugins, register_resolvers
@@ -253,5 +254,9 @@ def _count(name: str, value: Any, low: int) -> int:
 
 
 def _as_override(value: Any) -> str:
-    """A value as Hydra reads it: text as it is, what a file of Ray's has of numbers and lists as JSON."""
-    return value if isinstance(value, str) else json.dumps(value)
+    """A value of Ray's command line or of its file, as Hydra reads it: a text is an override's value already."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        return f"[{','.join(quoted(each) if isinstance(each, str) else _as_override(each) for each in value)}]"
+    return json.dumps(value)

@@ -351,6 +351,16 @@ def test_the_file_of_the_guide() -> None:
         ServeDeploySchema.model_validate({"applications": [wrong]})
 
 
+def test_lists_of_a_file() -> None:
+    """Hydra reads no JSON: it would end texts at a backslash and an n, not at the end of a line."""
+    from launch.serve.ray import app, read_config
+
+    wanted = ["\n\n", "größer", "\\d", 'say "a"', "it's", "a,b]", "null", "x\\"]
+    deployment = app({"model": "demo", "stop_strings": wanted, "sampling.temperature": 0.5, "api_key": None})
+    config = read_config(deployment._bound_deployment.init_args[0])
+    assert config.stop_strings == wanted and config.sampling.temperature == 0.5 and config.api_key is None
+
+
 def test_variables_of_ranks() -> None:
     """Local ranks count on each node, by which torch would choose a device that is not there."""
     from launch.serve.ray import rank_variables
