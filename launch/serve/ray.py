@@ -76,7 +76,8 @@ def app(args: Mapping[str, Any]) -> Any:
         Replica,
         name="lp",
         ray_actor_options={"num_cpus": cpus, "num_gpus": resources["GPU"]},
-        max_ongoing_requests=AT_ONCE * config.max_sequences,
+        # No more than the replica takes: it would refuse what another one, or the proxy, has room for.
+        max_ongoing_requests=min(AT_ONCE * config.max_sequences, config.max_sequences + config.max_waiting),
         max_queued_requests=config.max_waiting,
         backpressure_config={"status_code": 429, "retry_after_s": 1},
         graceful_shutdown_timeout_s=config.drain_s,
@@ -107,6 +108,7 @@ def read_config(overrides: Sequence[str]) -> ServeConfig:
     if config.parallel.nproc is not None:
         check_int("parallel.nproc", config.parallel.nproc, 1, float("inf"), "or null, for one rank a replica")
     check(config)
+    check_int("max_waiting", config.max_waiting, 1, float("inf"), "Ray's proxies have room for one at least")
     return config
 
 

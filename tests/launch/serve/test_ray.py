@@ -307,6 +307,7 @@ def test_scaling(site: Site) -> None:
         ({"min_replicas": 3, "max_replicas": "2"}, "max_replicas is 2; it must be an integer >= 3"),
         ({"cpus": "half"}, "cpus is 'half'; it must be an integer >= 1"),
         ({"journal": "here"}, "journal is a folder of one process"),
+        ({"max_waiting": 0}, "max_waiting is 0; it must be an integer >= 1"),
         ({"port": 9000}, "host and port are those of Ray's proxies"),
         ({"parallel.nproc": 0}, "parallel.nproc is 0"),
         ({"windw": 3}, "windw"),
@@ -334,21 +335,32 @@ def test_what_ray_is_told() -> None:
     assert {name: config.ray_actor_options[name] for name in ("num_cpus", "num_gpus")} == {"num_cpus": 2, "num_gpus": 1}
     limits = deployment._deployment_config
     assert (limits.max_ongoing_requests, limits.max_queued_requests) == (10, 7)
+    few_wait = app(settings | {"max_waiting": "2"})._bound_deployment._deployment_config
+    assert (few_wait.max_ongoing_requests, few_wait.max_queued_requests) == (7, 2), "a replica refuses the eighth"
     scaling = limits.autoscaling_config
     assert (scaling.min_replicas, scaling.max_replicas, scaling.target_ongoing_requests) == (1, 3, 5)
 
 
 def test_the_file_of_the_guide() -> None:
-    """Ray reads it, and refuses names that it does not know."""
-    from ray.serve.schema import ServeDeploySchema
+    """Ray knows all names in it: others it ignores, and would start something else without a word."""
+    from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+    from ray.serve.schema import DeploymentSchema, ServeApplicationSchema, ServeDeploySchema
+
+    from launch.serve.ray import app
 
     yaml = pytest.importorskip("yaml", reason="the package PyYAML is not installed")
     page = (ROOT / "docs/guide/several-machines.md").read_text(encoding="utf-8")
     (application,) = yaml.safe_load(page.split("```yaml\n")[1].split("```")[0])["applications"]
     ServeDeploySchema.model_validate({"applications": [application]})
-    with pytest.raises(ValueError, match="placement_strategy"):
-        wrong = application | {"deployments": [{"name": "lp", "placement_strategy": "PACK"}]}
-        ServeDeploySchema.model_validate({"applications": [wrong]})
+    (deployment,) = application["deployments"]
+    for given, schema in (
+        (application, ServeApplicationSchema),
+        (deployment, DeploymentSchema),
+        (deployment["autoscaling_config"], AutoscalingConfig),
+        (deployment["request_router_config"], RequestRouterConfig),
+    ):
+        assert {*given} <= {*schema.model_fields}
+    assert deployment["name"] == app(application["args"])._bound_deployment.name
 
 
 def test_lists_of_a_file() -> None:
