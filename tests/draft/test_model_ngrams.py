@@ -89,6 +89,10 @@ def test_the_longest_context_votes_under_the_samplers_noise(length: int, tempera
     (feature,) = (feature for index, feature in at.votes if index == best and feature < TOGETHER_0)
     assert (feature - MODEL_0) // 24 == 2 * (length - 1) and (feature - MODEL_0) % 24 < 6, "the first by rank"
     assert len([feature for feature in voters(at) if MODEL_NONE_0 <= feature < TOGETHER_0]) == 1
+    of_model = {index: feature for index, feature in at.votes if MODEL_0 <= feature < MODEL_NONE_0}
+    together = {index: feature - TOGETHER_0 for index, feature in at.votes if feature >= TOGETHER_0}
+    ranks = {index: (feature - MODEL_0) % 24 // 6 for index, feature in of_model.items()}
+    assert together == {index: 4 - rank for index, rank in ranks.items()}, "no other kind votes: its levels are 0"
 
 
 def test_they_vote_only_behind_longer_contexts_than_logits_are_known_of() -> None:
