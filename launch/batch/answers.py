@@ -9,7 +9,6 @@ request. A last line that was cut off by the end of a process or a machine is ta
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import stat
@@ -19,6 +18,7 @@ from typing import Any
 
 from lp.errors import UserError
 
+from ..running.locks import lock
 from .lines import SHOWN, Lines
 
 START = b'{"id":"batch_req_'
@@ -49,7 +49,8 @@ class Answers:
             raise self._unwritable(error) from None
         try:
             self._check_kind(lines)
-            self._lock()
+            if not lock(self._file):
+                raise UserError(f"{path} is being written by another run; wait for it, or give another out=")
             self._read(lines)
             _sync_folder(path.parent)
         except OSError as error:
@@ -101,14 +102,6 @@ class Answers:
             raise UserError(f"out is {self.path}, which is no file on a disk; give one, which the next run reads again")
         if os.path.samestat(status, os.stat(lines.path)):
             raise UserError(f"out is {self.path}, which is the file of requests; give another file")
-
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{self.path} is being written by another run; wait for it, or give another out=") from None
-        except OSError:  # some file systems have no locks
-            pass
 
     def _read(self, lines: Lines) -> None:
         """Note what is answered, and take a line away that was not written to its end."""

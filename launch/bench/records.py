@@ -6,7 +6,6 @@ most a torn tail, which the next one drops: no record is lost that was written, 
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -16,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from lp.errors import UserError
+
+from ..running.locks import lock
 
 Record = dict[str, Any]
 
@@ -85,11 +86,9 @@ class RecordFile:
             self._file = path.open("ab+")
         except OSError as error:
             raise UserError(f"{path} cannot be written ({error.strerror}); give another out=") from error
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        if not lock(self._file.fileno()):
             self._file.close()
-            raise UserError(f"{path} is being written by another run; wait for it, or give another out=") from None
+            raise UserError(f"{path} is being written by another run; wait for it, or give another out=")
         self._file.seek(0)
         self.records = self._whole(_lines(path, self._file.read()))
 

@@ -10,7 +10,6 @@ stays. Files that are a day old are deleted when a server starts, and when it ta
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -24,6 +23,7 @@ from lp.checks import env_int
 from lp.digest import chain_digest, text_digest
 from lp.errors import UserError
 
+from ..running.locks import lock
 from .spec import TextSpec
 
 START, BEHIND_NAME = b'{"id":"', b'","began":'  # of a file's first line
@@ -184,13 +184,9 @@ def only_server(folder: Path, setting: str) -> Iterator[None]:
     except OSError as error:
         raise _unfit(folder, error, setting) from None
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not lock(handle):
             message = f"{folder} has the requests of a server that runs; end it, or set {setting} to another folder"
-            raise UserError(message) from None
-        except OSError:  # some file systems have no locks
-            pass
+            raise UserError(message)
         yield
     finally:
         os.close(handle)

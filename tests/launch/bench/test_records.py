@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,16 @@ def test_records_are_on_the_disk_when_the_next_prompt_begins(tmp_path: Path, mon
     monkeypatch.setattr("os.fsync", lambda file: synced.append(os.fstat(file).st_size))
     whole = _written(tmp_path / "records.jsonl", 2)
     assert synced[1:] == [len(whole)] and len(synced) == 2
+
+
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some network file systems have none: no other run is there, and a benchmark must not wait for one."""
+
+    def flock(handle: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    RecordFile(tmp_path / "records.jsonl", ["plain"]).close()
 
 
 def test_one_run_at_a_time(tmp_path: Path) -> None:
