@@ -68,7 +68,7 @@ class Dispatch:
         self._awake.set()
 
     async def run(self) -> None:
-        """Until all is answered, or it was asked to stop.
+        """Have the requests answered, until all are or it was asked to stop.
 
         Raises:
             OSError: the file of answers cannot be written.

@@ -145,7 +145,7 @@ class EngineLoop:
         on_failure: called when the engine can't go on, on the thread that finds it out.
 
     Attributes:
-        failure: why it can't.
+        failure: why the engine can't go on; None while it can.
     """
 
     def __init__(
@@ -161,6 +161,7 @@ class EngineLoop:
         self._changed = threading.Condition()
         self._commands: deque[dict[str, Any]] = deque()
         self._scorings: deque[Scoring] = deque()
+        self._scoring: Scoring | None = None  # the one that is computed, until somebody is told what came of it
         self._texts: dict[int, LiveText] = {}  # of rank 0, from submission on; of others, from their command on
         self._next_id = 0
         self._closing = False
@@ -203,7 +204,8 @@ class EngineLoop:
     def silent_s(self) -> float:
         """Ask the loop for a turn; seconds since it was asked for one that it has not taken yet, 0 where it has.
 
-        A turn is one of all ranks: a rank that hangs keeps the others from theirs. From any thread.
+        A turn is one of all ranks: a rank that hangs keeps the others from theirs. So is a pass over a part of a prompt
+        whose log probabilities are asked for, which may be so long that no turn comes for minutes. From any thread.
         """
         with self._changed:
             if self._asked_s is not None:
@@ -259,7 +261,7 @@ class EngineLoop:
             self._changed.notify()
 
     def run(self) -> None:
-        """Until `close` on rank 0, or a failure."""
+        """Do what rank 0 is asked for, and step, until rank 0 is closed or something fails."""
         try:
             busy = False
             while not (self._ended or self.failure):
@@ -309,9 +311,12 @@ class EngineLoop:
                 self._end(number, text, Ending(error=Abandoned()))
             self._end_scorings(Abandoned())
         elif "turn" in command:
-            self._asked_s = None
+            self._took_turn()
         else:
             self._ended = True
+
+    def _took_turn(self) -> None:
+        self._asked_s = None
 
     def _begin(self, number: int, text: LiveText) -> None:
         try:
@@ -377,23 +382,28 @@ class EngineLoop:
             text.on_event(ending)
 
     def _score_prompt(self) -> None:
-        """One, as the texts that take steps wait for it."""
-        if not self._scorings:
-            return
-        scoring = self._scorings.popleft()
-        if not scoring.wanted:
-            return
+        """Compute the log probabilities of one prompt alone, as the texts that take steps wait for it."""
+        with self._changed:
+            scoring = self._scorings.popleft() if self._scorings else None
+            if not (scoring and scoring.wanted):
+                return
+            self._scoring = scoring
         result: list[Logprob] | BaseException
         try:
-            result = prompt_logprobs(self.decoder, scoring.prompt, scoring.num_top)
+            result = prompt_logprobs(self.decoder, scoring.prompt, scoring.num_top, self._took_turn)
         except Exception as error:
             result = error
-        scoring.on_done(result)
+        with self._changed:
+            ended_before = self._scoring is None  # by `fail`, on another thread
+            self._scoring = None
+        if not ended_before:
+            scoring.on_done(result)
 
     def _end_scorings(self, error: BaseException) -> None:
         """Tell all who wait for the log probabilities of a prompt that they do not come."""
         with self._changed:
-            scorings = [*self._scorings]
+            scorings = [*self._scorings] if self._scoring is None else [self._scoring, *self._scorings]
+            self._scoring = None
             self._scorings.clear()
         for scoring in scorings:
             scoring.on_done(error)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -12,19 +12,23 @@ from lp.sampling.logprob_sampler import Logprob, logprobs_of
 CHUNK = 256  # tokens of a pass, whose logits are held at once
 
 
-def prompt_logprobs(decoder: StepDecoder, prompt: Sequence[int], num_top: int) -> list[Logprob]:
+def prompt_logprobs(
+    decoder: StepDecoder, prompt: Sequence[int], num_top: int, on_pass: Callable[[], None] = lambda: None
+) -> list[Logprob]:
     """Log probabilities of every token but the first, which nothing comes before.
 
     Args:
         decoder: has a model that is whole on this rank.
         prompt: token ids.
         num_top: likeliest tokens beside each.
+        on_pass: called after each pass, of which a long prompt has many.
     """
     found: list[Logprob] = []
 
     def take(logits: torch.Tensor) -> None:
         start = len(found)
         found.extend(logprobs_of(logits, prompt[start + 1 : start + 1 + len(logits)], num_top))
+        on_pass()
 
     if len(prompt) > 1:
         runner = decoder.runner

@@ -170,7 +170,7 @@ class Replica:
             self._loop.close(FAILURE_SHOWN_S)
 
     def _watch(self, runs: list[Any]) -> None:
-        """Until a rank ends."""
+        """Wait until a rank ends; unless it was asked to, the replica has failed."""
         ended, _ = ray.wait(runs)
         rank = runs.index(ended[0]) + 1
         if self._loop and not (self._loop.takes_texts or self._loop.failure):  # it was asked to

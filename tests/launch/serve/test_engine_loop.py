@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 import lp
-from launch.serve.engine_loop import Closing, Ending, EngineLoop, LiveText
+from launch.serve.engine_loop import Closing, Ending, EngineLoop, LiveText, Scoring
+from launch.serve.prompt_logprobs import CHUNK, prompt_logprobs
 
 
 class Stub:
@@ -77,3 +78,51 @@ def test_a_failure_from_outside_ends_texts_once(loop: EngineLoop) -> None:
     assert events == [Ending(error=lost)] and loop.failure is lost
     with pytest.raises(Closing):
         loop.submit([LiveText(spec)])
+
+
+def test_a_failure_ends_the_prompt_that_is_scored(loop: EngineLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its client would wait for an engine that hangs in it; and what comes of it later is not told as well."""
+    begun, let_go = threading.Event(), threading.Event()
+
+    def hangs(*_: Any) -> list[Any]:
+        begun.set()
+        let_go.wait(10)
+        return []
+
+    monkeypatch.setattr("launch.serve.engine_loop.prompt_logprobs", hangs)
+    told: list[Any] = []
+    loop.score(Scoring([5], 0, told.append))
+    assert begun.wait(10)
+    lost = RuntimeError("rank 1 has ended")
+    loop.fail(lost)
+    assert told == [lost]
+    let_go.set()
+    assert loop.close(10) and told == [lost]
+
+
+def test_a_long_prompt_that_is_scored_is_no_silence(loop: EngineLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A health check would end a server that computes."""
+    passed, goes_on, seen = threading.Event(), threading.Event(), []
+
+    def scored(decoder: Any, prompt: list[int], num_top: int, on_pass: Any) -> list[Any]:
+        loop.silent_s()  # asked amid the first pass
+        on_pass()
+        seen.append(loop.silent_s())
+        passed.set()
+        goes_on.wait(10)
+        return []
+
+    monkeypatch.setattr("launch.serve.engine_loop.prompt_logprobs", scored)
+    loop.score(Scoring([5], 0, lambda _: None))
+    assert passed.wait(10) and seen == [0]
+    time.sleep(0.05)
+    assert loop.silent_s() > 0.04, "what hangs in a pass is silent"
+    goes_on.set()
+    assert takes_a_turn(loop)
+
+
+def test_every_pass_over_a_prompt_is_told() -> None:
+    """As `silent_s` is answered by them."""
+    passes: list[None] = []
+    found = prompt_logprobs(lp.PlainDecoder(lp.load("demo").model), [5] * (2 * CHUNK), 0, lambda: passes.append(None))
+    assert len(found) == 2 * CHUNK - 1 and len(passes) == 2
