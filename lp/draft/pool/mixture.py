@@ -2,9 +2,9 @@
 
 Every entry that knows the context votes for tokens. A vote is a feature (kind of memory, order of the context, rank of
 the token there, how sure); one more vote of every token says which kinds voted for it together. A token's score is the
-sum of its features' weights. softmax over the tokens voted for,
-and over "none of them", is their probability. Every token of the text then moves the weights along the gradient of its
-log probability (a maximum-entropy model, trained online by Adagrad).
+sum of its features' weights. softmax over the tokens voted for, and over "none of them", is their probability. Every
+token of the text then moves the weights along the gradient of its log probability (a maximum-entropy model, trained
+online by Adagrad).
 
 All arithmetic is of integers and of + - * / on doubles in a fixed order, logarithm and exponential included: ranks on
 unlike processors compute the same bits.
