@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 
 import torch
@@ -85,10 +86,10 @@ class LookaheadDecoder(BatchDecoder):
         super().__init__(model, context)
         self.settings: DraftConfig = LookaheadConfig() if config is None else config
         self.factory = source_of(self.settings).factory(self.settings)
-        self.config = self.settings.shape()
         if capture not in list(Capture):
             raise UserError(f"capture is {capture!r}; it must be one of {[str(choice) for choice in Capture]}")
         self.runner = runner_for(model, attention, Capture(capture), exact)
+        self.config = self._within_widths(self.settings.shape())
         complete_in_background()
         self.merges_late = self.runner.beside_host
         self._last: list[StepStats] = []
@@ -105,7 +106,19 @@ class LookaheadDecoder(BatchDecoder):
             self._step_times = KnownStepTimes(self.runner, self.config, self.context, again=step_times == MEASURE)
         else:
             FixedBudget(self.config, self.context.steps.size)  # refused now, not when a text is there
-        check_step_tokens(self.runner, step_tokens(self.config))
+
+    def _within_widths(self, config: LookaheadConfig) -> LookaheadConfig:
+        """The config, with a lower G where `exact=bitwise` has passes of fewer tokens than an adaptive step may take.
+
+        Raises:
+            ValueError: a fixed step has more tokens than such a pass.
+        """
+        widths = self.runner.widths
+        if config.adaptive and widths and (beyond := step_tokens(config) - widths[-1]) > 0:
+            fewer = math.ceil(beyond / (config.ngram_size - 1))
+            config = replace(config, guess_set_size=max(config.guess_set_size - fewer, 0))
+        check_step_tokens(self.runner, step_tokens(config))
+        return config
 
     def budget(self, source: DraftSource, temperature: float = 0.0, texts: int = 1) -> Budget:
         """What steps take, made anew for every call.
@@ -175,6 +188,7 @@ class LookaheadDecoder(BatchDecoder):
         asked = {item.name: getattr(self.settings, item.name) for item in fields(self.settings)}
         asked |= {"max_new_tokens": request.max_new_tokens, **request.stopping.settings, **request.sampler.settings}
         asked |= {"exact": str(self.exact), "context limit": request.limit, "step time table": self.step_times}
+        asked["step tokens"] = self.span
         if self.exact == Exact.BITWISE and self.model.device.type == "cpu":
             asked["threads"] = torch.get_num_threads()
         digests = {name: text_digest(repr(value)) for name, value in asked.items()}

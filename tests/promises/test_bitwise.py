@@ -268,6 +268,20 @@ def test_widths_with_other_kernels_are_left_out(monkeypatch: pytest.MonkeyPatch)
     assert (runner.padded(20), runner.padded(97), runner.most_padding) == (32, 192, 95)
 
 
+def test_an_adaptive_step_keeps_within_the_widths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU few widths agree, and passes of 200 tokens may not: the default decoder was refused there."""
+    monkeypatch.setattr(equal_widths, "WIDTHS", (8, 64))
+    model = tiny_model("llama", dtype=torch.bfloat16, sharpness=2.0)
+    decoder = lp.LookaheadDecoder(model, exact="bitwise")
+    assert decoder.config.adaptive and decoder.span == 64
+    ids = drawn_text(random.Random(6), 90)
+    found, expected = logits_of(decoder, ids), logits_of(lp.PlainDecoder(model, exact="bitwise"), ids)
+    assert found.logits is not None and expected.logits is not None
+    assert found.tokens == expected.tokens and torch.equal(found.logits, expected.logits)
+    with pytest.raises(ValueError, match="passes have up to 64 tokens here, and a step of this config has 120"):
+        lp.LookaheadDecoder(model, lp.LookaheadConfig(window_size=16), exact="bitwise")
+
+
 @pytest.mark.parametrize("arch", ["mixtral", "deepseek_v3"])
 def test_experts_that_are_not_padded_are_found(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: transformers' own loop, in which an expert has as many rows as come to it. DeepSeek's first layer has
