@@ -93,13 +93,21 @@ class BatchStep:
         text.capture_steps(partial(self._capture, text))
 
     def _capture(self, text: Generation, num_tokens: int, num_logits: Sequence[int]) -> None:
-        """Capture steps of up to so many tokens, and their tails for these numbers of top-k logits."""
+        """Capture steps of up to so many tokens, and their tails for these numbers of top-k logits.
+
+        A text that finds all of them runs none: of a large model they take a step's time each.
+        """
         together = self._tails.go_together([text.step_sampler])
+        ran = False
         for step in self.runner.captured_steps(num_tokens, text.cache):
-            logits_BV = step.run()
-            for k in num_logits if together else ():
+            lacking = [k for k in num_logits if together and self._tails.lacks(step, together, k)]
+            if not lacking:
+                continue
+            ran = True
+            logits_BV = step.run_empty()
+            for k in lacking:
                 self._tails.tail(step, logits_BV, together, k)
-        if self.runner.captured and self.runner.captures(text.cache):
+        if ran and self.runner.captured:
             self.runner.captured.settle()
 
     def _each(self, texts: Iterable[Generation], work: Callable[[Generation], T]) -> dict[Generation, T]:
@@ -158,6 +166,8 @@ class BatchStep:
         return logits, self._sampled_together(others, parts, logits), messages, None
 
     def _forward(self, passes: Sequence[TreePass], by_itself: bool) -> PassLogits:
+        if len(passes) == 1 and passes[0].chain and self.runner.captures(passes[0].cache):
+            return self.runner.forward_prompt(passes[0])
         if self.pooled and not by_itself:
             return self.pooled.forward(passes)
         return self.runner.forward_trees(passes, capture=by_itself)

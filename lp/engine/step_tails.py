@@ -25,7 +25,7 @@ from lp.sampling.node_sampling import CallRules, ScoreRules
 from lp.sampling.sampler import Sampler
 
 logger = logging.getLogger(__name__)
-MOST_TAILS = 8  # of one bucket, for calls that differ in what they do; the one that was used longest ago goes
+MOST_TAILS = 16  # of one bucket, for calls that differ in what they do; the one that was used longest ago goes
 
 
 class TailText(NamedTuple):
@@ -139,9 +139,7 @@ class StepTails:
         Raises:
             torch.OutOfMemoryError: the device is full, and there is one text.
         """
-        call = CallRules.of([_rules(own) for own in passes], any(own.sampler.noise for own in passes))
-        shape = TailShape(self._room, passes[0].shape, num_logits, self.compared)
-        key = _TailKey(call, shape, _memory_key(passes))
+        key = self._key(passes, num_logits)
         if key not in step.tails:
             if not self.alone:
                 self._seen[key] += 1
@@ -154,6 +152,15 @@ class StepTails:
         tail: CapturedTail | None = step.tails.pop(key)
         step.tails[key] = tail  # behind the others, which go before it
         return tail
+
+    def lacks(self, step: CapturedStep, passes: Sequence[StepSampler], num_logits: int) -> bool:
+        """Whether the tail of a step for these texts is still to be captured."""
+        return self._key(passes, num_logits) not in step.tails
+
+    def _key(self, passes: Sequence[StepSampler], num_logits: int) -> _TailKey:
+        call = CallRules.of([_rules(own) for own in passes], any(own.sampler.noise for own in passes))
+        shape = TailShape(self._room, passes[0].shape, num_logits, self.compared)
+        return _TailKey(call, shape, _memory_key(passes))
 
     def _captured(
         self, step: CapturedStep, logits_BV: torch.Tensor, passes: Sequence[StepSampler], key: _TailKey

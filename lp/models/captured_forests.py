@@ -13,7 +13,7 @@ import torch
 
 from lp.attention.masks import FULL
 from lp.models.captured_step import BUCKETS, LARGEST_PADDING, SPARE_SLOTS, BlockShape, CapturedStep, bucket_of
-from lp.models.captured_steps import CapturedSteps
+from lp.models.captured_steps import UNCAPTURED, CapturedSteps
 from lp.models.equal_widths import WIDTHS
 from lp.models.graph_recorder import CaptureFailed
 from lp.models.kv_cache import StaticKVCache
@@ -23,7 +23,6 @@ from lp.models.sharded_layers import replica_of
 from lp.models.tree_pass import TreePass
 
 MOVES = 128  # M; what commits move beyond it is moved before the step
-UNCAPTURED = 8  # passes of a size before it is captured, which takes about as long as a few of them
 MASKED_SLOTS = 16384  # of a pool, up to which attention reads all of them where it can't read each sequence's alone
 
 
@@ -46,6 +45,7 @@ class CapturedForests:
         self._whole: StaticKVCache | None = None  # all slots of the pool
         self._steps: dict[int, CapturedStep] = {}
         self._seen: Counter[int] = Counter()  # passes by bucket
+        self._uncaptured = 0  # passes for which there was no step
         self._given_up = False
         self._copied: torch.cuda.Event | None = None  # behind the last step's copy of its block, if nobody has waited
 
@@ -76,7 +76,11 @@ class CapturedForests:
         return self.runner.forward_trees(trees)
 
     def _step_of(self, num_tokens: int) -> CapturedStep | None:
-        """The step of the bucket of so many tokens; None as long as it has not come often enough."""
+        """The step that computes so many tokens; None in an engine's first passes, for which there is none.
+
+        Until a bucket has come often, a larger one takes its place: a GPU takes little longer for more tokens, and a
+        host much longer to launch one kernel after the other.
+        """
         captured = self.runner.captured
         assert captured is not None
         if captured is not self._captured:  # other weights, or another adapter
@@ -86,7 +90,12 @@ class CapturedForests:
         bucket = bucket_of(num_tokens, captured.buckets)
         self._seen[bucket] += 1
         if bucket not in self._steps:
-            if self._seen[bucket] <= UNCAPTURED:
+            serving = (size for size in self._steps if num_tokens <= size <= num_tokens + LARGEST_PADDING)
+            larger = min(serving, default=None)
+            if larger is not None and self._seen[bucket] <= UNCAPTURED:
+                return self._steps[larger]
+            self._uncaptured += larger is None
+            if larger is None and self._uncaptured <= UNCAPTURED:
                 return None
             assert self._whole is not None
             self._steps[bucket] = captured.capture(self._whole, BlockShape(bucket, MOVES, self._num_places))

@@ -168,6 +168,11 @@ class CapturedStep:
         self.inputs.fill(trees, self.cache)
         self.cache.begin_replay(len(self.inputs.tokens_B))
 
+    def run_empty(self) -> torch.Tensor:
+        """Run the step without a token of any text: its logits (B, V), of padding. Nothing that is cached changes."""
+        self.inputs.fill([], self.cache)
+        return self.run()
+
 
 def bucket_of(num_tokens: int, buckets: Sequence[int] = BUCKETS) -> int:
     """The smallest bucket that has so many tokens."""

@@ -5,6 +5,7 @@ B: tokens of a step's bucket, C: capacity of a cache in slots, V: vocabulary siz
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import FunctionType
 
@@ -38,6 +39,8 @@ from lp.parallel.replica import Replica
 CAPACITY_UNIT = 256  # capacities are multiples of it, so that prompts of like lengths share captured steps
 GROWTH = 1.5  # the least factor between capacities, or a text a little longer each time would be captured each time
 MOVES = 64  # M of one sequence; longer paths are moved before the step
+UNCAPTURED = 8  # passes of a size before it is captured, which takes about as long as a few of them
+LONGEST_PROMPT = 256  # tokens; a longer pass keeps a GPU busy while the host launches it, captured or not
 
 
 def capture_mode(capture: Capture, model: PreTrainedModel, shifting: bool, backend: AttentionBackend) -> Capture | None:
@@ -119,6 +122,7 @@ class CapturedSteps:
         self.shared: dict[Hashable, torch.Tensor] = {}
         self._caches: list[StaticKVCache] = []  # by capacity, ascending
         self._steps: dict[tuple[int, int], CapturedStep] = {}  # by C and B
+        self._prompts: Counter[int] = Counter()  # chunks of prompts for which there was no step, by B
         self._in_flight: torch.cuda.Event | None = None  # behind a step that nothing has waited for
         fused = isinstance(model, FusedModel) and mode is Capture.GRAPH
         self.kernels = model.choose_kernels(self.replica, may_round) if fused else NO_KERNELS
@@ -164,6 +168,20 @@ class CapturedSteps:
         step.stage([tree])
         return step
 
+    def takes_prompt(self, num_tokens: int) -> bool:
+        """Whether a chunk of so many tokens of a prompt is to be a captured step: once such chunks have come often.
+
+        A host takes some 15 ms to launch the kernels of 30 layers one by one, and a GPU a tenth of that to run them.
+        """
+        assert self.cache is not None
+        if num_tokens > min(LONGEST_PROMPT, self.buckets[-1]) or self.mode is Capture.OFF or self.recurrent:
+            return False
+        bucket = bucket_of(num_tokens, self.buckets)
+        if (self.cache.capacity, bucket) in self._steps:
+            return True
+        self._prompts[bucket] += 1
+        return self._prompts[bucket] > UNCAPTURED
+
     def run_unread(self, step: CapturedStep) -> torch.Tensor:
         """Run a staged step of which no message is read, so that the host may be ahead of it: its logits (B, V)."""
         logits = step.run()
@@ -191,17 +209,14 @@ class CapturedSteps:
         return self._steps[key]
 
     def steps_up_to(self, num_tokens: int) -> list[CapturedStep]:
-        """The steps of all buckets up to that of so many tokens; if they are run, they change nothing that is cached.
+        """The steps of all buckets up to that of so many tokens.
 
         Raises:
             CaptureFailed: one can't be captured.
         """
         assert self.cache is not None
         largest = next((size for size in self.buckets if size >= num_tokens), self.buckets[-1])
-        steps = [self.step_of(bucket) for bucket in self.buckets if bucket <= largest]
-        for step in steps:
-            step.inputs.fill([], self.cache)
-        return steps
+        return [self.step_of(bucket) for bucket in self.buckets if bucket <= largest]
 
     def logits(self, inputs: StepInputs, visible_BB: torch.Tensor, cache: StaticKVCache) -> torch.Tensor:
         """The logits (B, V) of a step's tokens.

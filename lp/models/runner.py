@@ -558,6 +558,17 @@ class ModelRunner:
             self._forget_growth(trees[0].cache)  # such a model takes one sequence a pass
         return PassLogits(self._computed(trees), counts)
 
+    def forward_prompt(self, tree: TreePass) -> PassLogits:
+        """Compute a chunk of a prompt by itself, by a captured step once such chunks have come often.
+
+        Args:
+            tree: as `prompt_pass` gives it; its cache is that of captured steps.
+        """
+        assert self.captured
+        if self.captured.takes_prompt(len(tree.tokens)) and (step := self.staged(tree)):
+            return PassLogits(self.captured.run_unread(step), [len(tree.logits_indices)])
+        return self.forward_trees([tree])
+
     def _computed(self, trees: Sequence[TreePass], visible: np.ndarray | None = None) -> torch.Tensor:
         """Logits of a pass that is not captured: (n, V), those of the first sequence first; one if none is asked for.
 

@@ -387,7 +387,28 @@ def test_a_size_that_comes_seldom_is_not_captured(gpu: SimulatedCuda) -> None:
     while engine.step():
         captured_at.append(len(engine._core._shared._steps))
     assert all(handle.done for handle in handles)
-    assert captured_at[captured_forests.UNCAPTURED] == 0 and captured_at[-1] == 1
+    assert captured_at[captured_forests.UNCAPTURED - 1] == 0 and captured_at[-1] == 1
+
+
+def test_a_size_that_comes_seldom_takes_a_larger_step(gpu: SimulatedCuda) -> None:
+    """Launched one kernel after the other, each new size would take a host ten times as long, eight times over."""
+    model = tiny_model()
+    engine = engine_of(model, lp.LookaheadConfig(window_size=0, ngram_size=2, guess_set_size=0))
+    rng = random.Random(7)
+    first = captured_forests.UNCAPTURED + 4
+    ends = (first, first + 1, first + 5)  # three texts, then two: a bucket of 4, then one of 2
+    handles = [engine.submit(drawn_text(rng, 20), end, eos_token_id=()) for end in ends]
+    sizes, replayed = set(), []
+    while not handles[1].done:
+        before = Events(gpu.events)
+        engine.step()
+        replayed.append(graphs(Events(gpu.events - before)) > 0)
+        sizes |= engine._core._shared._steps.keys()
+    engine.run()
+    assert sizes == {4} and replayed[-1]
+    assert replayed.count(False) == captured_forests.UNCAPTURED
+    for handle, end in zip(handles, ends, strict=True):
+        assert len(handle.result().tokens) == end
 
 
 def test_what_a_failed_text_leaves_behind(gpu: SimulatedCuda) -> None:

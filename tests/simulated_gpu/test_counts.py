@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 
+import lp
+from lp.models import captured_steps
 from lp.models.captured_step import CapturedStep
 from lp.models.captured_steps import CapturedSteps
 from tests.support.simulated_cuda import SimulatedCuda
 from tests.support.simulated_cuda.counts import SAMPLING, captured_decoder, most, row, steps_of
+from tests.support.simulated_cuda.events import LAUNCH, Events
 
 # Of one step: synchronisations, launches (graphs included), copies from pageable memory.
 LIMITS = dict.fromkeys(SAMPLING, (1, 2, 0))
@@ -43,3 +46,30 @@ def test_a_pageable_copy_in_every_step_is_found(gpu: SimulatedCuda, monkeypatch:
     monkeypatch.setattr(CapturedSteps, "staged", copying)
     steps = steps_of(gpu, captured_decoder(), None)
     assert most(steps)[2] == 1
+
+
+def until_the_first_token(gpu: SimulatedCuda, decoder: lp.LookaheadDecoder, ids: list[int]) -> Events:
+    """What a text asks of the GPU before its first tokens are there."""
+    before, seen = Events(gpu.events), list[Events]()
+    decoder.generate(ids, 6, eos_token_id=(), on_tokens=lambda *_: seen.append(Events(gpu.events - before)))
+    return seen[0]
+
+
+def test_a_text_replays_nothing_but_its_own_steps(gpu: SimulatedCuda) -> None:
+    """On an H200 every text began by running the steps of all sizes, of which it needed none: 13 steps' time."""
+    decoder = captured_decoder()
+    found = [until_the_first_token(gpu, decoder, [*range(3, 33)]) for _ in range(2)]
+    replays = [sum(count for (_, what, _), count in events.items() if what == "graph") for events in found]
+    assert replays[0] > 2 and replays[1] == 2, "its first step, and that one's tail"
+
+
+def test_prompts_that_come_often_are_captured(gpu: SimulatedCuda) -> None:
+    """A host launches a pass one kernel after the other in ten times the time that the pass takes."""
+    decoder = captured_decoder()
+    alone = lp.AutoregressiveDecoder(decoder.model)
+    launches = []
+    for first in range(captured_steps.UNCAPTURED + 3):  # other prompts, of like lengths
+        ids = [token % 61 for token in range(first, first + 90 + first % 3)]
+        launches.append(until_the_first_token(gpu, decoder, ids).total(LAUNCH))
+        assert decoder.generate(ids, 6, eos_token_id=()).tokens == alone.generate(ids, 6, eos_token_id=()).tokens
+    assert min(launches[:4]) > 60 and launches[-1] < 20, launches
