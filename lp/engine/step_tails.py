@@ -16,7 +16,7 @@ import torch
 from lp.draft.layout import StepLayout
 from lp.engine.captured_tail import CapturedTail, SamplerMemory, TailShape, TextInTail
 from lp.engine.step_sampler import StepSampler
-from lp.models import captured_forests
+from lp.models import captured_steps
 from lp.models.captured_step import CapturedStep
 from lp.models.graph_recorder import CaptureFailed
 from lp.models.runner import ModelRunner
@@ -143,7 +143,7 @@ class StepTails:
         if key not in step.tails:
             if not self.alone:
                 self._seen[key] += 1
-                if self._seen[key] <= captured_forests.UNCAPTURED:
+                if self._seen[key] <= captured_steps.UNCAPTURED:
                     return _serving(step, key)
             self._steps[id(step)] = step
             step.tails[key] = self._captured(step, logits_BV, passes, key)

@@ -12,8 +12,9 @@ from functools import partial
 import torch
 
 from lp.attention.masks import FULL
+from lp.models import captured_steps
 from lp.models.captured_step import BUCKETS, LARGEST_PADDING, SPARE_SLOTS, BlockShape, CapturedStep, bucket_of
-from lp.models.captured_steps import UNCAPTURED, CapturedSteps
+from lp.models.captured_steps import CapturedSteps
 from lp.models.equal_widths import WIDTHS
 from lp.models.graph_recorder import CaptureFailed
 from lp.models.kv_cache import StaticKVCache
@@ -92,10 +93,10 @@ class CapturedForests:
         if bucket not in self._steps:
             serving = (size for size in self._steps if num_tokens <= size <= num_tokens + LARGEST_PADDING)
             larger = min(serving, default=None)
-            if larger is not None and self._seen[bucket] <= UNCAPTURED:
+            if larger is not None and self._seen[bucket] <= captured_steps.UNCAPTURED:
                 return self._steps[larger]
             self._uncaptured += larger is None
-            if larger is None and self._uncaptured <= UNCAPTURED:
+            if larger is None and self._uncaptured <= captured_steps.UNCAPTURED:
                 return None
             assert self._whole is not None
             self._steps[bucket] = captured.capture(self._whole, BlockShape(bucket, MOVES, self._num_places))

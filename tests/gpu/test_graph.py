@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 import lp
 from launch.bench.compare import differences
 from lp.config import Capture
-from lp.models import captured_forests
+from lp.models import captured_steps
 from lp.models.runner import ModelRunner
 from tests.conftest import GPU_DRY_RUN
 from tests.gpu.parity import DTYPES, PREFIXES, TOLERANCE, VOCABULARY, layer_of_7b, layouts, model_of, text
@@ -130,7 +130,7 @@ def test_texts_of_an_engine_are_those_of_plain_decoding(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
 ) -> None:
     """Texts that come and go share captured steps: where each lies in the pool is data, and so is what it samples."""
-    monkeypatch.setattr(captured_forests, "UNCAPTURED", 0)
+    monkeypatch.setattr(captured_steps, "UNCAPTURED", 0)
     model = model_of("GQA", 64, dtype, layers=2)
     record_property("part", f"several texts, capture={GRAPH}")
     record_property("dtype", str(dtype).removeprefix("torch."))

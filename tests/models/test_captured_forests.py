@@ -17,7 +17,7 @@ from lp.attention import flash_cuda
 from lp.attention.base import PooledView, View
 from lp.attention.masks import StepMasks
 from lp.engine import step_tails
-from lp.models import captured_forests
+from lp.models import captured_forests, captured_steps
 from lp.models.captured_step import BUCKETS
 from lp.models.runner import ModelRunner
 from lp.models.tree_pass import TreePass
@@ -40,7 +40,7 @@ NEW = 16
 def at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes are captured when they first come, but for the test of that."""
     if "seldom" not in request.node.name:
-        monkeypatch.setattr(captured_forests, "UNCAPTURED", 0)
+        monkeypatch.setattr(captured_steps, "UNCAPTURED", 0)
 
 
 def engine_of(model: Any, config: lp.LookaheadConfig = CONFIG, **options: Any) -> lp.Engine:
@@ -208,7 +208,7 @@ def test_a_gpu_that_has_no_room_for_the_sampling_of_texts(
 
 def test_texts_that_come_and_go_are_sampled_by_few_graphs(gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each mixture of what they ask for would stop all texts for a capture; memory is made for texts that there are."""
-    monkeypatch.setattr(captured_forests, "UNCAPTURED", 2)
+    monkeypatch.setattr(captured_steps, "UNCAPTURED", 2)
     model = tiny_model()
     engine = engine_of(model, max_sequences=64, cache_tokens=3000)
     rng = random.Random(3)
@@ -381,13 +381,13 @@ def test_a_size_that_comes_seldom_is_not_captured(gpu: SimulatedCuda) -> None:
     model = tiny_model()
     engine = engine_of(model, lp.LookaheadConfig(window_size=0, ngram_size=2, guess_set_size=0))
     rng = random.Random(7)
-    steps = captured_forests.UNCAPTURED + 4
+    steps = captured_steps.UNCAPTURED + 4
     handles = [engine.submit(drawn_text(rng, 20), steps, eos_token_id=()) for _ in range(3)]
     captured_at = []
     while engine.step():
         captured_at.append(len(engine._core._shared._steps))
     assert all(handle.done for handle in handles)
-    assert captured_at[captured_forests.UNCAPTURED - 1] == 0 and captured_at[-1] == 1
+    assert captured_at[captured_steps.UNCAPTURED - 1] == 0 and captured_at[-1] == 1
 
 
 def test_a_size_that_comes_seldom_takes_a_larger_step(gpu: SimulatedCuda) -> None:
@@ -395,7 +395,7 @@ def test_a_size_that_comes_seldom_takes_a_larger_step(gpu: SimulatedCuda) -> Non
     model = tiny_model()
     engine = engine_of(model, lp.LookaheadConfig(window_size=0, ngram_size=2, guess_set_size=0))
     rng = random.Random(7)
-    first = captured_forests.UNCAPTURED + 4
+    first = captured_steps.UNCAPTURED + 4
     ends = (first, first + 1, first + 5)  # three texts, then two: a bucket of 4, then one of 2
     handles = [engine.submit(drawn_text(rng, 20), end, eos_token_id=()) for end in ends]
     sizes, replayed = set(), []
@@ -406,7 +406,7 @@ def test_a_size_that_comes_seldom_takes_a_larger_step(gpu: SimulatedCuda) -> Non
         sizes |= engine._core._shared._steps.keys()
     engine.run()
     assert sizes == {4} and replayed[-1]
-    assert replayed.count(False) == captured_forests.UNCAPTURED
+    assert replayed.count(False) == captured_steps.UNCAPTURED
     for handle, end in zip(handles, ends, strict=True):
         assert len(handle.result().tokens) == end
 

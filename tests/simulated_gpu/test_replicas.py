@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import lp
-from lp.models import captured_forests, fused
+from lp.models import captured_steps, fused
 from lp.models.captured_step import BlockShape, CapturedStep
 from lp.models.captured_steps import CapturedSteps
 from lp.models.graph_recorder import GraphRecorder
@@ -72,7 +72,7 @@ def test_no_rank_captures_what_another_cannot(
     failing: str, gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A captured step is padded, an uncaptured one is not: NCCL hangs in sums of different sizes."""
-    monkeypatch.setattr(captured_forests, "UNCAPTURED", 0)
+    monkeypatch.setattr(captured_steps, "UNCAPTURED", 0)
     record, capture = GraphRecorder._recorded, CapturedSteps.capture
     steps_of: dict[int, str] = {}  # by GPU, what kind of step it captures
 
