@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
@@ -64,4 +65,9 @@ def calls_per_step(decode: Callable[[int], GenerationOutput], tokens: int) -> Gp
 def _profiled(decode: Callable[[int], GenerationOutput], tokens: int) -> tuple[GpuCalls, int]:
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         steps = decode(tokens).steps
-    return count((event.name, event.device_type is DeviceType.CUDA) for event in profiler.events()), steps
+    return count((event.name, ran_on(event, DeviceType.CUDA)) for event in profiler.events()), steps
+
+
+def ran_on(event: Any, kind: DeviceType) -> bool:
+    """Whether an event of the profiler ran on such a device; each event has a `DeviceType` object of its own."""
+    return bool(event.device_type == kind)

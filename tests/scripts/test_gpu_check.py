@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 import lp
-from launch.bench.gpu_calls import GpuCalls, calls_per_step, count
+from launch.bench.gpu_calls import GpuCalls, calls_per_step, count, ran_on
 from launch.bench.origin import versions
 from scripts.gpu_facts import SECTIONS, Place, finishes
 from scripts.studies.gpu import Figure, Gpu, parity
@@ -209,6 +211,14 @@ def test_counts_are_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("launch.bench.gpu_calls._profiled", profiled)
     assert calls_per_step(lambda tokens: (tokens + 1) // 2, 12) == GpuCalls(launches=3, kernels=70, waits=1)  # type: ignore[arg-type, return-value]
     assert calls_per_step(lambda tokens: 1, 12) is None  # type: ignore[arg-type, return-value]
+
+
+def test_where_an_event_ran() -> None:
+    """Compared by identity, no event is of any device: an H200 was said to run 0 kernels a step."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        torch.ones(2).exp()
+    found = [(ran_on(event, DeviceType.CPU), ran_on(event, DeviceType.CUDA)) for event in profiler.events()]
+    assert found and set(found) == {(True, False)}
 
 
 @pytest.mark.parametrize(
