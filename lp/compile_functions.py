@@ -42,7 +42,7 @@ def _compile() -> None:
     from lp.parallel.thread_ranks import run_lockstep
 
     torch.set_num_threads(1)
-    loaded = lp.load("demo")
+    loaded = lp.load("demo", device="cpu")
     ids = loaded.tokenizer("def quicksort(a):\n    if len(a) < 2:\n        return a\n")["input_ids"]
     times = lp.StepTimes((1, 64), (1.0, 1.1), plain_s=0.9)
 

@@ -149,7 +149,7 @@ def record(
         most: texts, at most: drawn from all prompts and temperatures.
         folder: where the files are, and go.
     """
-    loaded = load(name, "float32")
+    loaded = load(name, "float32", "cpu")
     folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(0)
     jobs = [(*job, rng.choice(SHAPES)) for job in product(texts, TEMPERATURES)]

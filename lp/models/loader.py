@@ -69,7 +69,8 @@ def load(
         name_or_path: folder with config.json, a GGUF file or a folder with one, or a hub name; "demo" is the embedded
             model. Weights of a GGUF file, of whatever quantisation, are expanded to `dtype` and computed in it.
         dtype: float64, float32, bfloat16, float16, as a name or as torch's, or "auto" for what the checkpoint says.
-        device: torch device of the weights, or a GPU's number; None is the context's, or the CPU.
+        device: torch device of the weights, or a GPU's number; None is the context's; without one a GPU that
+            torch sees, or else the CPU.
         attn_implementation: transformers' name; None takes sdpa where the model has it.
         trust_remote_code: run code that comes with the checkpoint.
         context: the ranks; those of a replica divide the model among them, and each reads its own part alone.
@@ -81,7 +82,7 @@ def load(
             model's vocabulary, a package that is not installed, an unknown dtype, a device that torch has not, or
             a model that its ranks cannot divide.
     """
-    device = _device(device if device is not None else context.device if context else "cpu")
+    device = _device(device if device is not None else (context or ParallelContext.single()).device)
     source = checkpoint_of(name_or_path)
     dtype = str(dtype).removeprefix("torch.")
     if dtype != "auto" and dtype not in DTYPES:

@@ -341,3 +341,9 @@ def test_a_penalty_counts_from_the_first_generated_token_on(gpu: SimulatedCuda) 
         found = decoder.generate(ids, 12, logits_processor=penalty, eos_token_id=()).tokens
         assert found == alone.generate(ids, 12, logits_processor=penalty, eos_token_id=()).tokens
         assert len({*found}) == len(found)
+
+
+def test_a_model_is_loaded_where_it_runs_fastest(gpu: SimulatedCuda) -> None:
+    """The guide's first program, on a machine with a GPU, ran on the CPU and did not say so."""
+    assert lp.load("demo").model.device.type == "cuda"
+    assert lp.load("demo", device="cpu").model.device.type == "cpu"
