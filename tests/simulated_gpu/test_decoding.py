@@ -343,7 +343,9 @@ def test_a_penalty_counts_from_the_first_generated_token_on(gpu: SimulatedCuda) 
         assert len({*found}) == len(found)
 
 
-def test_a_model_is_loaded_where_it_runs_fastest(gpu: SimulatedCuda) -> None:
+def test_a_model_is_loaded_where_it_runs_fastest(gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """The guide's first program, on a machine with a GPU, ran on the CPU and did not say so."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert lp.load("demo").model.device.type == "cuda"
     assert lp.load("demo", device="cpu").model.device.type == "cpu"
