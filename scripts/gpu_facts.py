@@ -1,12 +1,14 @@
 """What a GPU does for a decode step, one JSON line a fact: memory, products, small kernels, attention, whole steps.
 
-    python scripts/gpu_facts.py                      # on a GPU, all sections, some three minutes
+    python scripts/gpu_facts.py                      # on a GPU, all sections, some four minutes
     python scripts/gpu_facts.py products same_bits   # some of them
     python scripts/gpu_facts.py --dry-run            # on a CPU with tiny sizes, to see that it goes all the way
 
 A fact has `section`, `name`, `value`, `unit`, and what else belongs to it. Times are of CUDA graphs: the host has no
 part in them. Each section is a process of its own: one that fails, hangs or leaves the device unusable takes no other
 with it. Its line then has `failed`, and the exit code is 1. docs/guide/gpu.md says what the figures mean.
+
+LP_REAL_MODEL=FOLDER: section `texts` takes the model in that folder instead of the demo model.
 
 T: step tokens, L: cached tokens, H: query heads, G: KV heads, D: head dimension, C: cache slots, N: keys, L + T,
 E: hidden size, F: intermediate size, V: vocabulary size.
@@ -43,6 +45,7 @@ import lp
 from launch.bench.ceilings import Call, Work, alternated
 from launch.bench.machine import device_name
 from launch.bench.passes import Passes
+from launch.data.prompts import load_builtin
 from launch.data.shapes import build_shape, shape_config
 from lp.attention.merging import masked_attention
 from lp.attention.registry import AUTO
@@ -69,6 +72,9 @@ LONGEST = 30
 MODE_SIZES = (1, 64)  # of the steps of both modes
 MODE_CONFIG = lp.LookaheadConfig(window_size=7, ngram_size=5, guess_set_size=7)
 MODE_TOKENS = 48  # of the texts whose logits are compared
+TEXT_TOKENS = 96  # of the texts of a model, which is the demo model or that of LP_REAL_MODEL
+TOGETHER = (1, 4, 8)  # texts in an engine
+WARM_UPS = 12  # texts before those that count: sizes that come often are captured meanwhile
 MOVES = (64, 8)
 TOP_K = (4, 16)
 ATTENTION_SHAPES = {"7b": (32, 32), "8b": (32, 8), "34b": (64, 8)}  # H and G, of D = 128
@@ -440,6 +446,41 @@ def bitwise(place: Place) -> None:
         assert share == 1, f"{name}: logits are not plain decoding's bit for bit"
 
 
+def texts(place: Place) -> None:
+    """Tokens a second of whole texts, alone and together, and what a text takes beside its steps."""
+    folder = os.environ.get("LP_REAL_MODEL", "demo")
+    model, tokenizer = lp.load(folder, place.dtype, place.device)
+    together, warm_ups = (TOGETHER, WARM_UPS) if place.is_gpu else (TOGETHER[:1], 1)
+    prompts = [tokenizer(prompt.text)["input_ids"] for prompt in load_builtin(max(together))]
+    new = max(TEXT_TOKENS // place.scale, 4)
+    decoders = {
+        "plain": lp.PlainDecoder(model),
+        "W7 N5 G7": lp.LookaheadDecoder(model, MODE_CONFIG),
+        "adaptive": lp.LookaheadDecoder(model),
+    }
+    for name, decoder in decoders.items():
+        for _ in range(warm_ups):
+            decoder.generate(prompts[0], new, eos_token_id=())
+        started = time.perf_counter()
+        outputs = [decoder.generate(ids, new, eos_token_id=()) for ids in prompts]
+        took = time.perf_counter() - started
+        steps = [each for output in outputs for each in output.step_stats]
+        beside = took - sum(each.forward_s + each.exchange_s + each.host_s for each in steps)
+        more = {"tokens_per_s": new * len(prompts) / took, "steps": len(steps), "model": Path(folder).name}
+        say("texts", f"{name}: a text beside its steps", beside / len(prompts) * 1e3, "ms", **more)
+        with lp.Engine(decoder, max(together), max(together) * 4 * (new + max(map(len, prompts)))) as engine:
+            for count in together:
+                rates = [_tokens_per_s(engine, prompts[:count], new) for _ in range(min(warm_ups, 4))]
+                say("texts", f"{name}: {count} together", rates[-1], "tokens/s", first=rates[0])
+
+
+def _tokens_per_s(engine: lp.Engine, prompts: Sequence[list[int]], new: int) -> float:
+    started = time.perf_counter()
+    handles = [engine.submit(ids, new, eos_token_id=()) for ids in prompts]
+    engine.run()
+    return sum(len(handle.result().tokens) for handle in handles) / (time.perf_counter() - started)
+
+
 def _passes_of(runner: ModelRunner, prefix: list[int]) -> Passes:
     with torch.inference_mode():
         return Passes(runner, prefix, max(*MODE_SIZES, runner.most_padding + 1), 512)
@@ -471,7 +512,7 @@ def longest_kernels(call: Call, place: Place) -> list[tuple[str, float, int]]:
 
 SECTIONS: Mapping[str, Callable[[Place], None]] = {
     section.__name__: section
-    for section in (device, memory, products, same_bits, small_kernels, attention, step, bitwise)
+    for section in (device, memory, products, same_bits, small_kernels, attention, step, bitwise, texts)
 }
 
 
