@@ -15,7 +15,8 @@ from .lines import BadLine, Line, Lines, Request
 from .places import Later, Place, Reply, Server
 from .progress import BatchProgress
 
-MOST_FAILURES = 5  # servers that fail while they have one and the same request: then it is the reason
+SUSPECT = 2  # servers that fail while they have a request among others: from then on it is sent alone
+MOST_FAILURES = 3  # servers that fail while they have one request alone: then it is the reason
 TURN_S = 0.5  # at least as often, servers that rest are looked at
 FLUSH_S = 5.0  # for texts to end that were told to
 
@@ -50,6 +51,8 @@ class Dispatch:
         self._timeout_s = timeout_s
         self._drain_s = drain_s
         self._left: deque[Line | Request] = deque(line for line in lines.lines if line.key not in answers.done)
+        # Whose servers failed: sent behind all others, each to a server that has no other request.
+        self._suspects: deque[Request] = deque()
         self._asking: Asking = {}
         self._looking: dict[asyncio.Task[None], Place] = {}
         self._stops_s: float | None = None  # when requests under way are ended
@@ -89,15 +92,17 @@ class Dispatch:
 
     def _goes_on(self) -> bool:
         if not self.stopped:
-            return bool(self._left or self._asking)
+            return bool(self._left or self._suspects or self._asking)
         assert self._stops_s is not None
         return bool(self._asking) and time.monotonic() < self._stops_s
 
     def _send(self) -> list[tuple[Line, Reply | BadLine]]:
         """Send requests to places that are free; lines that are none."""
         bad: list[tuple[Line, Reply | BadLine]] = []
-        while self._left and not self.stopped:
-            place = max(self._places, key=lambda place: place.free)
+        alone = {place for place, request in self._asking.values() if request.failures >= SUSPECT}
+        places = [place for place in self._places if place not in alone]
+        while self._left and places and not self.stopped:
+            place = max(places, key=lambda place: place.free)
             if place.free <= 0:
                 break
             first = self._left.popleft()
@@ -107,9 +112,19 @@ class Dispatch:
                 assert isinstance(first, Line)
                 bad.append((first, error))
                 continue
-            place.busy += 1
-            self._asking[asyncio.create_task(place.ask(request))] = (place, request)
+            self._ask(place, request)
+        while self._suspects and not (self._left or self.stopped) and (place := self._place_alone()):
+            self._ask(place, self._suspects.popleft())
         return bad
+
+    def _ask(self, place: Place, request: Request) -> None:
+        place.busy += 1
+        self._asking[asyncio.create_task(place.ask(request))] = (place, request)
+
+    def _place_alone(self) -> Place | None:
+        """Where a request can be sent alone: one whose last request failed would fail by itself, if others work."""
+        works = [place for place in self._places if not place.trouble] or self._places
+        return next((place for place in works if not place.busy and place.free > 0), None)
 
     def _look(self) -> None:
         """Look at servers that are due."""
@@ -141,12 +156,23 @@ class Dispatch:
                 found.append((request.line, reply))
                 continue
             request.failures += reply.under_way
-            if request.failures < MOST_FAILURES:
+            if request.failures < SUSPECT:
                 self._left.appendleft(request)
                 continue
-            message = f"{request.failures} servers failed while they had this request; the last one: {reply.why}"
+            if request.failures < SUSPECT + MOST_FAILURES:
+                self._suspects.append(request)
+                continue
+            message = f"{MOST_FAILURES} servers failed while they had this request alone; the last one: {reply.why}"
+            self._clear_suspects()
             found.append((request.line, BadLine("server_error", message)))
         return found
+
+    def _clear_suspects(self) -> None:
+        """Send the others as before: what their servers failed by has been found."""
+        for request in self._suspects:
+            request.failures = 0
+        self._left.extend(self._suspects)
+        self._suspects.clear()
 
     async def _record(self, found: Sequence[tuple[Line, Reply | BadLine]]) -> None:
         if found:
@@ -157,7 +183,7 @@ class Dispatch:
 
     def _check_places(self) -> None:
         """End where nothing has worked for long."""
-        if self._asking or not self._left or self.stopped:
+        if self._asking or not (self._left or self._suspects) or self.stopped:
             return
         idle_s = time.monotonic() - max(place.seen_s for place in self._places)
         troubles = "; ".join(f"{place.name}: {place.trouble}" for place in self._places if place.trouble)

@@ -63,7 +63,7 @@ class Request:
         line: where it is.
         url: path of the endpoint.
         body: body of the request, as JSON.
-        failures: how often it was under way when its server failed.
+        failures: how often it was under way when its server failed, among others or alone.
     """
 
     line: Line

@@ -158,6 +158,8 @@ class Server(Place):
         self._rests_until_s = 0.0
         self._rest_s = 1.0  # the next one
         self._works = False  # since it was last looked at
+        self._forbids = False  # it has answered 403 for what is no request
+        self._answered = False  # it has answered a request
         self._full = False  # it refused the last request: it works, but takes none
         self._looked_s = float("-inf")
 
@@ -189,10 +191,14 @@ class Server(Place):
             return self._refused(answer)
         if answer.status_code == 401:
             raise self._locked(answer)
+        if answer.status_code == 403 and self._forbids and not self._answered:
+            said = answer.text[:SHOWN]
+            raise UserError(f"{self.name} refuses all requests (403: {said}); if it wants a key, give it as LP_API_KEY")
         self._check_address(answer)
         if answer.status_code in FAILED or (answer.status_code > 500 and not _is_object(answer)):
             return self._failed(f"it answered {answer.status_code}: {answer.text[:SHOWN]}", True)
         self.seen_s, self._rest_s, self.trouble, self._full = time.monotonic(), 1.0, "", False
+        self._answered = True
         return _reply(answer)
 
     async def look(self) -> None:
@@ -204,8 +210,9 @@ class Server(Place):
         self._looked_s = time.monotonic()
         try:
             ready = await self._get("/ready")
-            if ready.status_code in (401, 403):
+            if ready.status_code == 401:
                 raise self._locked(ready)
+            self._forbids |= ready.status_code == 403
             self._check_address(ready)
             if ready.status_code >= 500:
                 self.trouble = f"/ready answered {ready.status_code}"
@@ -227,8 +234,9 @@ class Server(Place):
     async def _learn_slots(self) -> None:
         """Take what lp and llama.cpp say of themselves."""
         properties = await self._get("/props")
-        if properties.status_code in (401, 403):
+        if properties.status_code == 401:
             raise self._locked(properties)
+        self._forbids |= properties.status_code == 403  # of a gateway, which may let requests through
         try:
             slots = properties.json()["total_slots"]
         except (ValueError, KeyError, TypeError):  # another engine

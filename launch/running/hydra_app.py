@@ -52,8 +52,7 @@ def run(task: Callable[[Any], float | None], config_name: str = "generate") -> N
     os.environ[FULL_ERROR] = "1"
     try:
         with reported():
-            # Around the job too: what leaves a job makes Hydra print a line of its own.
-            app(surviving(reported()(_job(task))))()
+            app(_sent(task))()
             _leave()  # not after a job: the next one of a sweep shares the group
     finally:
         del os.environ[FULL_ERROR]
@@ -77,6 +76,20 @@ def register_resolvers() -> None:
     OmegaConf.register_new_resolver("run_dir", _run_dir, replace=True)
     OmegaConf.register_new_resolver("sweep_dir", _sweep_dir, replace=True)
     OmegaConf.register_new_resolver("app_package", lambda: PACKAGE, replace=True)
+
+
+def _sent(task: Callable[[Any], float | None]) -> Callable[[DictConfig], float | None]:
+    """The job of an app as Hydra gets it, whose launchers pickle it for other processes, on other machines.
+
+    It says what went wrong itself: what leaves a job makes Hydra print a line of its own.
+    """
+    job = _job(task)
+
+    def reporting(cfg: DictConfig) -> float | None:
+        with reported():  # as a decorator, it would be in the pickle
+            return job(cfg)
+
+    return surviving(reporting)
 
 
 def _job(task: Callable[[Any], float | None]) -> Callable[[DictConfig], float | None]:

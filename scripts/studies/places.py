@@ -28,10 +28,12 @@ PLACES = {
     "scaling_law": "docs/experiments/scaling.md",
     "scaling_projection": "docs/experiments/scaling.md",
     "serve_load": "docs/experiments/serving.md",
+    "session_routing": "docs/guide/growing.md",
     "shares": "docs/design/lookahead-parallelism.md",
     "shares_compression": "docs/experiments/scaling.md",
     "splits": "docs/experiments/scaling.md",
     "suffix": "docs/experiments/pool.md",
     "texts": "docs/experiments/pool.md",
+    "traffic": "docs/guide/growing.md",
     "tp": "docs/design/tensor-parallelism.md",
 }

@@ -61,6 +61,12 @@ class Sum:
         return self.base_s + (ranks - 1) * nbytes / self.bytes_per_s
 
 
+def nccl_ring() -> Sum:
+    """NCCL's ring on NVLink."""
+    nvlink = known_links()["nvlink"]
+    return Sum(base_s=1e-6 * nvlink.base_us, hop_s=1e-6 * nvlink.hop_us, bytes_per_s=1e9 * nvlink.gb_s, ring=True)
+
+
 ONE_STEP = Sum(base_s=5e-6, hop_s=0.0, bytes_per_s=450e9, ring=False)
 
 
@@ -77,6 +83,13 @@ class Shape:
     work: Work
     layers: int
     hidden: int
+
+    @classmethod
+    def named(cls, name: str) -> Shape:
+        """The model that launch/data/shapes has by this name, in bfloat16."""
+        config = shape_config(name)
+        work = Work.of(sketch(config, "bfloat16"))
+        return cls(work=work, layers=config.num_hidden_layers, hidden=config.hidden_size)
 
     def part(self, tp: int) -> Work:
         """Bytes and FLOPs of a pass on one of tp ranks, which divide the model evenly."""
@@ -120,18 +133,24 @@ class Machine:
     sums: Sum
     host_s: tuple[float, float]
 
-    def step(self, shape: Shape, lp: int, tp: int, budget: int, prefix: int) -> dict[str, float]:
-        """Estimate a step: seconds by name of what it spends them on."""
-        parts = StepTime.of(self.gpu, shape.part(tp), shape.layers, budget, prefix).parts
-        padded = next((size for size in BUCKETS if size >= budget), budget)
-        count = 2 * shape.layers + 2  # with the embeddings' and the vocabulary's
-        parts["sums"] = count * self.sums.seconds(tp, padded * shape.hidden * ELEMENT_BYTES)
-        parts["host"] = self.host_s[0] + self.host_s[1] * (lp - 1) if budget > 1 else 0.0
+    def step(self, shape: Shape, lp: int, tp: int, budget: int, prefix: int, texts: int = 1) -> dict[str, float]:
+        """Estimate a step of texts that have `budget` tokens each: seconds by name of what it spends them on."""
+        tokens = texts * budget
+        parts = StepTime.of(self.gpu, shape.part(tp), shape.layers, tokens, prefix, texts).parts
+        padded = next((size for size in BUCKETS if size >= tokens), tokens)
+        parts["sums"] = self.sums_s(shape, tp, padded)
+        parts["host"] = texts * (self.host_s[0] + self.host_s[1] * (lp - 1)) if budget > 1 else 0.0
         return parts
 
-    def fits(self, shape: Shape, tp: int) -> bool:
-        """Whether a tp-th part of the model's weights has room on each GPU."""
-        return shape.work.weight_bytes / tp <= MEMORY_SHARE * self.memory_bytes
+    def sums_s(self, shape: Shape, tp: int, num_tokens: int) -> float:
+        """Seconds of all sums of a pass of so many tokens over the ranks of a replica."""
+        count = 2 * shape.layers + 2  # with the embeddings' and the vocabulary's
+        return count * self.sums.seconds(tp, num_tokens * shape.hidden * ELEMENT_BYTES)
+
+    def fits(self, shape: Shape, tp: int, cached_tokens: int = 0) -> bool:
+        """Whether a tp-th part of the model's weights, and of so many cached tokens, has room on each GPU."""
+        nbytes = shape.work.weight_bytes + cached_tokens * shape.work.kv_token_bytes
+        return nbytes / tp <= MEMORY_SHARE * self.memory_bytes
 
     def best(self, shape: Shape, law: LogLaw, lp: int, tp: int, prefix: int) -> Split:
         """The split with the step tokens that give most tokens a second; one token is plain decoding."""
@@ -167,42 +186,47 @@ class Splits(Study):
     prefix: int = option(1024, "cached tokens")
 
     def tables(self, results: list[Result]) -> Iterable[Table]:
-        nvlink = known_links()["nvlink"]
-        ring = Sum(base_s=1e-6 * nvlink.base_us, hop_s=1e-6 * nvlink.hop_us, bytes_per_s=1e9 * nvlink.gb_s, ring=True)
-        runs = [
-            run
-            for run in read_results(self.runs)
-            if run["method"] == "lookahead" and run["temperature"] == self.temperature
-        ]
-        compressions = [(run["ranks"] * run["budget"], run["tokens"] / run["steps"]) for run in runs if "steps" in run]
-        shared = {run["budget"] for run in runs if run["ranks"] > 1}  # one rank was tried with others too
-        times = [
-            (run["ranks"], run["host_s"])
-            for run in runs
-            if "host_s" in run and run["ranks"] <= self.gpus and run["budget"] in shared
-        ]
-        if not compressions or len({ranks for ranks, _ in times}) < 2:
-            raise UserError(
-                f"{self.runs} has no runs at T = {self.temperature:g} of 1 and more ranks, up to --gpus ({self.gpus}); "
-                "make them with scripts/tables.py scaling_projection"
-            )
-        law = LogLaw.fitted(compressions)
-        further_s, host_s = np.polyfit([ranks - 1 for ranks, _ in times], [seconds for _, seconds in times], 1).tolist()
+        law, (host_s, further_s) = fitted(self.runs, self.temperature, self.gpus)
         measured = f"{1e3 * host_s:.2f} ms + {1e6 * further_s:.0f} us a further replica"
         hosts = {measured: (host_s, further_s), f"{1e3 * ASSUMED_HOST_S:g} ms": (ASSUMED_HOST_S, 0.0)}
         lines = []
         for name in self.shapes.split(","):
-            config = shape_config(name)
-            shape = Shape(
-                work=Work.of(sketch(config, "bfloat16")), layers=config.num_hidden_layers, hidden=config.hidden_size
-            )
-            for kind, sums in (("ring", ring), ("one step", ONE_STEP)):
+            shape = Shape.named(name)
+            for kind, sums in (("ring", nccl_ring()), ("one step", ONE_STEP)):
                 for host, times_s in hosts.items():
                     memory = 1e9 * self.memory_gb
                     machine = Machine(gpu=GPUS[self.gpu], memory_bytes=memory, sums=sums, host_s=times_s)
                     lines.append(cells(name, kind, host, [*machine.splits(shape, law, self.gpus, self.prefix)]))
         title = f"By arithmetic: {self.gpus} x {GPUS[self.gpu].name}, bfloat16, {self.prefix} cached tokens, {law}."
         yield Table(HEADS, lines, title)
+
+
+def fitted(path: Path, temperature: float, gpus: int) -> tuple[LogLaw, tuple[float, float]]:
+    """The law of S, and a step's host seconds with one replica and of each further one, by runs of scaling_projection.
+
+    Args:
+        path: the file of the runs.
+        temperature: the one to take.
+        gpus: host times of no more ranks than these are taken.
+
+    Raises:
+        UserError: it has too few.
+    """
+    runs = [run for run in read_results(path) if run["method"] == "lookahead" and run["temperature"] == temperature]
+    compressions = [(run["ranks"] * run["budget"], run["tokens"] / run["steps"]) for run in runs if "steps" in run]
+    shared = {run["budget"] for run in runs if run["ranks"] > 1}  # one rank was tried with others too
+    times = [
+        (run["ranks"], run["host_s"])
+        for run in runs
+        if "host_s" in run and run["ranks"] <= gpus and run["budget"] in shared
+    ]
+    if not compressions or len({ranks for ranks, _ in times}) < 2:
+        raise UserError(
+            f"{path} has no runs at T = {temperature:g} of 1 and more ranks, up to --gpus ({gpus}); "
+            "make them with scripts/tables.py scaling_projection"
+        )
+    further_s, host_s = np.polyfit([ranks - 1 for ranks, _ in times], [seconds for _, seconds in times], 1).tolist()
+    return LogLaw.fitted(compressions), (host_s, further_s)
 
 
 def cells(name: str, sums: str, host: str, splits: list[Split]) -> list[str]:

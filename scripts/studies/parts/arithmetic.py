@@ -69,19 +69,20 @@ class StepTime:
         return {bound: max(self.weights, self.flops), "kernels": self.kernels}
 
     @classmethod
-    def of(cls, gpu: Gpu, work: Work, layers: int, num_tokens: int, prefix: int) -> StepTime:
+    def of(cls, gpu: Gpu, work: Work, layers: int, num_tokens: int, prefix: int, texts: int = 1) -> StepTime:
         """Compute t(T), the time of a forward pass of T tokens, without having the GPU.
 
         Args:
             gpu: what the pass runs on.
             work: bytes and FLOPs of a pass of the model.
             layers: number of the model's layers, each of which starts LAYER_KERNELS kernels.
-            num_tokens: T; a captured step is padded to the next larger of a few sizes.
-            prefix: number of cached tokens.
+            num_tokens: T, of all texts; a captured step is padded to the next larger of a few sizes.
+            prefix: number of cached tokens of each text.
+            texts: how many take the step together.
         """
         padded = next((size for size in BUCKETS if size >= num_tokens), num_tokens)
         return cls(
-            weights=work.moved_bytes(padded, prefix) / (BANDWIDTH_SHARE * gpu.bytes_per_s),
+            weights=work.moved_bytes(padded, texts * prefix) / (BANDWIDTH_SHARE * gpu.bytes_per_s),
             flops=work.flop(padded, prefix) / (FLOP_SHARE * gpu.flop_per_s),
             kernels=layers * LAYER_KERNELS * KERNEL_S + LAUNCHES * LAUNCH_S,
         )

@@ -18,7 +18,7 @@ httpx = pytest.importorskip("httpx", reason="the extra `serve` is not installed"
 
 from launch.batch import places  # noqa: E402
 from launch.batch.answers import Answers  # noqa: E402
-from launch.batch.dispatch import MOST_FAILURES, Dispatch  # noqa: E402
+from launch.batch.dispatch import MOST_FAILURES, SUSPECT, Dispatch  # noqa: E402
 from launch.batch.lines import Lines  # noqa: E402
 from launch.batch.places import Server, retry_after_s, server_urls  # noqa: E402
 from launch.batch.progress import BatchProgress  # noqa: E402
@@ -210,8 +210,85 @@ def test_a_request_that_brings_servers_down_ends_with_an_error(tmp_path: Path, m
     records = site.records()
     bad = records.pop("r3")
     assert bad["response"] is None and bad["error"]["code"] == "server_error" and bad["error"]["line"] == 4
-    assert f"{MOST_FAILURES} servers failed while they had this request; the last one: ReadError" in str(bad["error"])
+    said = f"{MOST_FAILURES} servers failed while they had this request alone; the last one: ReadError"
+    assert said in str(bad["error"])
     assert all(record["response"]["status_code"] == 200 for record in records.values()) and len(records) == 7
+
+
+class Crashing(Fake):
+    """A server whose process ends where it has one of these requests, and with it all that are under way."""
+
+    def __init__(self, fatal: set[str], slots: int) -> None:
+        super().__init__(slots, seconds=0)
+        self.fatal = fatal
+        self.crashes = self.fatal_ones = 0
+
+    async def answer(self, request: Any) -> Any:
+        if not request.content:
+            return await super().answer(request)
+        crashes, is_fatal = self.crashes, json.loads(request.content)["prompt"] in self.fatal
+        self.fatal_ones += is_fatal
+        await asyncio.sleep(0.02)
+        self.fatal_ones -= is_fatal
+        self.crashes += is_fatal
+        if self.fatal_ones or self.crashes > crashes:
+            raise httpx.ReadError("reset")
+        return await super().answer(request)
+
+
+def test_a_crash_is_no_fault_of_all_that_are_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a hundred requests under way two bring the server down: these are named, and the others are answered."""
+    monkeypatch.setattr(places, "MOST_REST_S", 0.01)
+    rest = Server._rest
+    monkeypatch.setattr(Server, "_rest", lambda self, seconds: rest(self, 0.01))
+    fatal = {"r7", "r93"}
+    fake = Crashing(fatal, 100)
+    site = Site(tmp_path, 150, fake)
+    site.run()
+    records = site.records()
+    assert {name for name, record in records.items() if record["error"]} == fatal and len(records) == 150
+    # Each is tried twice among others and three times alone; the second one anew, once the first one is found.
+    assert fake.crashes <= 3 * (SUSPECT + MOST_FAILURES)
+
+
+def test_a_server_that_only_fails_condemns_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its requests are tried elsewhere: that it fails whatever it has says nothing of them."""
+    monkeypatch.setattr(places, "MOST_REST_S", 0.01)
+    rest = Server._rest
+    monkeypatch.setattr(Server, "_rest", lambda self, seconds: rest(self, 0.001))
+    broken: Handler = lambda body: httpx.Response(500, text="<html>")  # noqa: E731
+    site = Site(tmp_path, 60, Fake(slots=1, handler=broken), Fake(slots=1, seconds=0.03))
+    site.run()
+    site.check(60)
+
+
+def test_a_gateway_that_forbids_what_is_not_openais(tmp_path: Path) -> None:
+    """403 for /props and /ready says nothing of the key; of every request it does."""
+    site = Site(tmp_path, 12, Gateway({"/props", "/ready", "/metrics"}))
+    site.run()
+    site.check(12)
+    site.out.unlink()
+    site.fakes = (Gateway({"/props", "/ready", "/metrics", "/v1/completions"}),)
+    with pytest.raises(UserError, match=r"http://s0 refuses all requests \(403: .*forbidden.*\); if it wants a key"):
+        site.run()
+    assert site.out.read_text() == ""
+    bad: Handler = lambda body: httpx.Response(403, json={}) if body["prompt"] == "r1" else None  # noqa: E731
+    site.fakes = (Fake(slots=1, handler=bad),)  # which says how many places it has, and turns down a text
+    site.run()
+    assert [name for name, record in site.records().items() if record["response"]["status_code"] == 403] == ["r1"]
+
+
+class Gateway(Fake):
+    """A server behind a gateway that answers 403 for some paths."""
+
+    def __init__(self, forbidden: set[str]) -> None:
+        super().__init__(slots=2)
+        self.forbidden = forbidden
+
+    async def answer(self, request: Any) -> Any:
+        if request.url.path in self.forbidden:
+            return httpx.Response(403, json={"message": "forbidden"})
+        return await super().answer(request)
 
 
 def test_errors_of_requests_are_answers(tmp_path: Path) -> None:
