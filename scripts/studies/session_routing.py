@@ -2,10 +2,10 @@
 
     python scripts/tables.py session_routing --model FOLDER --task data/mtbench.jsonl --limit 7 --replicas 1,2,4
 
-A session is a prompt of the task and follow-ups, each with all that was said before. Turns of all sessions come in
-turn. By "session" a session keeps its replica; by "turn" each turn goes to the next replica. A replica remembers n-grams
+A session is a prompt of the task and follow-ups, each with all that was said before; sessions take turns. Routed by
+"session", a session keeps its replica; by "turn", each turn goes to the next replica. A replica remembers n-grams
 (pool.scope=session) and cached prefixes of what it has answered itself. Steps have a fixed number of tokens, so that
-only counts decide; a text is the same on any replica.
+counts alone decide; a text is the same on any replica.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 
 import lp
 from launch.text.chat_tokens import chat_tokens, text_tokens
@@ -62,16 +61,19 @@ class SessionRouting(PromptStudy):
                 f"--limit gives {sessions} sessions for {shared[0]} replicas: turns in turn would keep to a replica; "
                 "give a number that has no divisor in common with any of --replicas"
             )
-        return [Row({"temperature": at, "replicas": count}) for at in self.temperatures for count in self.replicas]
+        ways = [(count, way) for count in self.replicas for way in (SESSION, TURN)[: min(count, 2)]]
+        return [
+            Row({"temperature": at, "replicas": count, "routed": way})
+            for at in self.temperatures
+            for count, way in ways
+        ]
 
     def methods(self) -> Mapping[str, Method]:
-        return {SESSION: partial(self.routed, True), TURN: partial(self.routed, False)}
+        return {"": self.routed}
 
-    def routed(self, by_session: bool, row: Row) -> Result | None:
+    def routed(self, row: Row) -> Result:
         """All turns, each on the replica that it is routed to."""
         count, temperature = row.key["replicas"], row.key["temperature"]
-        if count == 1 and not by_session:
-            return None  # there is one way
         outputs: list[lp.GenerationOutput] = []
         prompt_tokens = 0
         with ExitStack() as held:
@@ -79,7 +81,7 @@ class SessionRouting(PromptStudy):
             chats = [Chat(self, prompt.text) for prompt in self.prompts]
             for turn in range(1 + len(FOLLOW_UPS)):
                 for session, chat in enumerate(chats):
-                    at = session if by_session else turn * len(chats) + session
+                    at = session if row.key["routed"] == SESSION else turn * len(chats) + session
                     ids = chat.prompt(turn)
                     handle = replicas[at % count].submit(
                         ids, self.max_new_tokens, sampling_at(temperature), sequence=session
@@ -108,13 +110,13 @@ class SessionRouting(PromptStudy):
     def cells(self, results: list[Result]) -> Iterator[list[str]]:
         """A row for each number of replicas and way of routing."""
         first = results[0]
-        for result in sorted(results, key=lambda result: (result["replicas"], result["method"])):
+        for result in results:
             computed = result["prompt_tokens"] - result["reused"]
             differ = sum(one != other for one, other in zip(first["texts"], result["texts"], strict=True))
             s, alone = compression([result]), compression([first])
             yield [
                 str(result["replicas"]),
-                result["method"],
+                result["routed"],
                 f"{s:.2f}",
                 f"{s / alone - 1:+.1%}",
                 f"{computed:,} of {total([result], 'prompt_tokens'):,}",
@@ -138,7 +140,7 @@ class Chat:
         self.messages = [{"role": "user", "content": begun}]
 
     def prompt(self, turn: int) -> list[int]:
-        """Token ids of all that was said, with the follow-up of this turn; without a chat template, one after another."""
+        """Token ids of all that was said, and the follow-up of this turn; without a chat template line by line."""
         if turn:
             self.messages.append({"role": "user", "content": FOLLOW_UPS[turn - 1]})
         if self.tokenizer.chat_template:

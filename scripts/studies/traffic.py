@@ -1,7 +1,7 @@
 """More replicas, or more ranks a text: the split of GPUs that is fastest for a text under given traffic, by arithmetic.
 
     python scripts/tables.py traffic docs/experiments/results/scaling-projection/runs.jsonl --requests 1,4,16,64
-    python scripts/tables.py traffic RUNS --shape llama2_70b --prompt-tokens 4000 --new-tokens 500
+    python scripts/tables.py traffic RUNS --shapes llama2_70b --prompt-tokens 4000 --new-tokens 500
 
 GPUs are split into equal servers, each of lp replicas of the model of tp ranks. Requests come evenly to the servers,
 and each has as many texts under way as it needs to keep up. Step times, sums, S and host time are those of `splits`,
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 
 from launch.bench.projection import Link
@@ -29,19 +28,12 @@ from .splits import Machine, Shape, Split, fitted, nccl_ring
 MOST_TEXTS = 256  # of a server, at a time
 NODE_BYTES = 137  # of a message, a node: as scaling_projection recorded them
 HEADS = (
-    *(
-        "requests/s",
-        "fastest: servers x (lp x tp)",
-        "texts of a server",
-        "tokens of a text a step",
-        "S",
-        "tokens/s of a text",
-    ),
-    *("servers of 1 rank", "one server, LP", "one server, TP"),
+    *("requests/s", "fastest: servers x (lp x tp)", "texts", "tokens", "S", "tokens/s"),
+    *("LP = TP = 1", "LP alone", "TP alone"),
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Traffic:
     """What users ask for.
 
@@ -152,39 +144,28 @@ class TrafficStudy(Study):
     """Finds the split that is fastest for a text, for each number of requests a second."""
 
     runs: Path = option(help="JSONL of scaling_projection")
-    requests: list[float] = option([1.0, 4.0, 16.0, 64.0], "a second, of all users")
+    requests: list[float] = option([0.5, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0], "a second, of all users")
     prompt_tokens: int = option(1024, "of a request, that are not cached")
     new_tokens: int = option(256, "of an answer")
     temperature: float = option(0.8, "of the runs")
     gpu: str = option("h200", choices=[*GPUS])
     memory_gb: float = option(141.0, "of each GPU")
     gpus: int = option(8)
-    shape: str = option("llama2_7b", f"of {', '.join(SHAPES)}")
+    shapes: str = option("llama2_7b,llama2_70b", f"of {', '.join(SHAPES)}")
 
-    @cached_property
-    def fleet(self) -> Fleet:
-        """The GPUs that the options name."""
-        law, host_s = fitted(self.runs, self.temperature, self.gpus)
-        return Fleet(
-            machine=Machine(
-                gpu=GPUS[self.gpu], memory_bytes=1e9 * self.memory_gb, sums=nccl_ring(), host_s=(host_s[0], host_s[1])
-            ),
-            link=Link(**vars(known_links()["nvlink"])),
-            shape=Shape.named(self.shape),
-            law=law,
-            gpus=self.gpus,
-        )
+    def heading(self) -> str:
+        about = f"T = {self.temperature:g}, prompts of {self.prompt_tokens} tokens, answers of {self.new_tokens}"
+        return f"By arithmetic: {self.gpus} x {GPUS[self.gpu].name}, bfloat16, {about}."
 
     def tables(self, results: list[Result]) -> Iterable[Table]:
-        lines = []
-        for requests in self.requests:
-            traffic = Traffic(requests_per_s=requests, prompt_tokens=self.prompt_tokens, new_tokens=self.new_tokens)
-            lines.append(cells(traffic, [*self.fleet.ways(traffic)]))
-        title = (
-            f"By arithmetic: {self.gpus} x {GPUS[self.gpu].name}, {self.shape} in bfloat16, T = {self.temperature:g}, "
-        )
-        title += f"prompts of {self.prompt_tokens} tokens, answers of {self.new_tokens}; {self.fleet.law}."
-        yield Table(HEADS, lines, title)
+        law, (host_s, further_s) = fitted(self.runs, self.temperature, self.gpus)
+        gpu, memory = GPUS[self.gpu], 1e9 * self.memory_gb
+        machine = Machine(gpu=gpu, memory_bytes=memory, sums=nccl_ring(), host_s=(host_s, further_s))
+        link = Link(**vars(known_links()["nvlink"]))
+        asked = [Traffic(each, self.prompt_tokens, self.new_tokens) for each in self.requests]
+        for name in self.shapes.split(","):
+            fleet = Fleet(machine=machine, link=link, shape=Shape.named(name), law=law, gpus=self.gpus)
+            yield Table(HEADS, [cells(traffic, [*fleet.ways(traffic)]) for traffic in asked], name)
 
 
 def cells(traffic: Traffic, ways: list[Serving]) -> list[str]:
@@ -193,21 +174,9 @@ def cells(traffic: Traffic, ways: list[Serving]) -> list[str]:
     if not ways:
         return [head, "none keeps up", *["-"] * (len(HEADS) - 2)]
     best = max(ways, key=lambda way: way.text_tokens_per_s)
-    alone = {"1": None, "LP": None, "TP": None}
-    for way in ways:
-        if way.lp == way.tp == 1:
-            alone["1"] = way
-        if way.servers == 1 and 1 in (way.lp, way.tp):
-            alone["LP" if way.tp == 1 else "TP"] = way
-    row = [
-        head,
-        f"{best.servers} x ({best.lp} x {best.tp})",
-        str(best.texts),
-        str(best.budget),
-        f"{best.compression:.2f}",
-    ]
-    return [
-        *row,
-        f"{best.text_tokens_per_s:.0f}",
-        *(f"{way.text_tokens_per_s:.0f}" if way else "too slow" for way in alone.values()),
-    ]
+    split = f"{best.servers} x ({best.lp} x {best.tp})"
+    row = [head, split, str(best.texts), str(best.budget), f"{best.compression:.2f}", f"{best.text_tokens_per_s:.0f}"]
+    by_split = {(way.lp, way.tp): way for way in ways}
+    gpus = best.servers * best.lp * best.tp
+    others = [by_split.get(split) for split in ((1, 1), (gpus, 1), (1, gpus))]
+    return row + [f"{way.text_tokens_per_s:.0f}" if way else "cannot" for way in others]

@@ -20,7 +20,7 @@ from lp.removed_keys import REMOVED
 
 GROUPS = [*sorted(CONF.glob("*/*.yaml"))]
 PLUGINS = {"optuna": "hydra_plugins.hydra_optuna_sweeper", "joblib": "hydra_plugins.hydra_joblib_launcher"}
-PLUGINS["slurm"] = "hydra_plugins.hydra_submitit_launcher"
+PLUGINS |= {"slurm": "hydra_plugins.hydra_submitit_launcher", "ray": "hydra_plugins.hydra_ray_launcher"}
 MODELS = "codellama_{7b,13b,34b}_base codellama_{7b,13b,34b}_instruct llama2_{7b,13b,70b}_chat llama31_8b demo hf"
 MODELS += " qwen25_coder_{1b5,7b,32b} deepseek_coder_6b7"
 PAPER = "figure_4 figure_5 figure_6 figure_7 table_2 table_3 table_4 precision"

@@ -49,13 +49,20 @@ SETTINGS = {
 }
 FIM = FimFormat(prefix="def", suffix="class", middle="return")
 COUNT = 60
+MANY = 200
 NEW = 24
 CLIENTS = 6
 LONG = {"prompt": "import os\n", "max_tokens": 1200, "temperature": 0.8, "seed": 3, "stream": True, "ignore_eos": True}
 PATTERN = "[a-c]{2,9}(, [0-9]{1,3}){3,12}"
+CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+KINDS = [(CHATS, stream, set[str]()) for stream in (False, True)]
+KINDS += [
+    (COMPLETIONS, stream, form) for stream in (False, True) for form in (set[str](), {"suffix"}, {"response_format"})
+]
 RETRYABLE = (500, 503)
-# Ray's own processes need a minute to start where others keep the cores busy.
+# Ray's own processes need a minute to start where others keep the cores busy, and its workers give way to all others.
 SLOW_MACHINE = (
+    ("RAY_worker_niceness", "0"),
     ("RAY_agent_register_timeout_ms", "120000"),
     ("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "100"),
     ("RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S", "100"),
@@ -108,9 +115,9 @@ class Site:
         asked = {"max_tokens": NEW, "temperature": 0.8 * (index % 5 > 0), "seed": index, "stream": index % 2 == 0}
         if index % 3 == 0:
             return "/v1/chat/completions", asked | {"messages": [{"role": "user", "content": self.prompt(index)}]}
-        if index % 4 == 1:
+        if index // 2 % 4 == 1:  # streams and whole answers alike
             asked |= {"suffix": f"\n    return {index}\n"}
-        elif index % 4 == 2:
+        elif index // 2 % 4 == 2:
             asked |= {"response_format": {"type": "regex", "regex": PATTERN}}
         return "/v1/completions", asked | {"prompt": self.prompt(index)}
 
@@ -161,10 +168,10 @@ class Site:
         )
         return Answer(200 if lines[-1] == "[DONE]" else 0, text)
 
-    def ask_all(self) -> list[Answer]:
+    def ask_all(self, count: int = COUNT) -> list[Answer]:
         """The answers to all requests, of clients that ask at once."""
         with ThreadPoolExecutor(CLIENTS) as clients:
-            return list(clients.map(lambda index: self.ask(*self.body(index)), range(COUNT)))
+            return list(clients.map(lambda index: self.ask(*self.body(index)), range(count)))
 
     def assert_exact(self, answers: list[Answer]) -> None:
         """Compare the answers that came with the decoder's texts."""
@@ -225,9 +232,13 @@ def test_two_replicas(site: Site) -> None:
     """Texts are the decoder's whichever replica has them; one that is killed loses what it had, and is replaced."""
     site.deploy(SETTINGS | {"min_replicas": 2, "max_replicas": 2})
     assert eventually(lambda: site.running() == 2, 60)
-    answers = site.ask_all()
-    assert [answer for answer in answers if answer.status != 200] == []
+    answers = site.ask_all(MANY)
+    assert [answer for answer in answers if answer.status != 200] == [] and len(answers) == MANY
     site.assert_exact(answers)
+    kinds = [
+        (path, body["stream"], {*body} & {"suffix", "response_format"}) for path, body in map(site.body, range(MANY))
+    ]
+    assert all(kind in kinds for kind in KINDS)
     replicas = processes_of("ServeReplica")
     assert len(replicas) == 2 and all(cached_tokens(site) > 0 for _ in range(4))
     killer = threading.Timer(1.0, replicas[0].kill)
