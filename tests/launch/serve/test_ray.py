@@ -104,7 +104,7 @@ class Site:
         application = {"name": "lp", "route_prefix": "/", "import_path": "launch.serve.ray:app", "args": args}
         application["deployments"] = [{"name": "lp", **(deployment or {})}]
         _get_global_client().deploy_apps(ServeDeploySchema.model_validate({"applications": [application]}))
-        assert eventually(lambda: serve.status().applications["lp"].status == "RUNNING", 180), serve.status()
+        assert eventually(lambda: serve.status().applications["lp"].status == "RUNNING", 600), serve.status()
 
     def running(self) -> int:
         """How many replicas run."""
