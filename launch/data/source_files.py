@@ -58,7 +58,7 @@ def text_of(path: Path) -> str | None:
 
 
 def _paths(folder: Path) -> Iterator[str]:
-    """Paths as git lists them: of its repository, or as if the folder were one, where it is outside or left out itself."""
+    """Paths as git lists them: of its repository; outside one, or where it leaves the folder out, as if it were one."""
     git, listing = ["git", "-C", str(folder)], ["ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     try:
         ran = subprocess.run([*git, *listing], capture_output=True)
