@@ -25,11 +25,7 @@ from lp.draft.pool.corpus import (
 )
 from lp.draft.pool.model_ngrams import write_file
 from lp.errors import UserError
-
-
-def corpus_of(texts: Sequence[Sequence[int]], vocabulary: int) -> np.ndarray:
-    files = [IndexedFile(f"{index}.py", 10 * index, index, len(text)) for index, text in enumerate(texts)]
-    return new_file(vocabulary, [np.array(text, np.int32) for text in texts], Listing("folder", 7, files))
+from tests.support.corpora import corpus_of
 
 
 def searched(texts: Sequence[Sequence[int]], text: Sequence[int]) -> tuple[int, Counter[int]]:

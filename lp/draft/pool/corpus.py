@@ -31,7 +31,7 @@ MAX_MATCH = 32  # tokens of the longest match
 SAMPLED = 32  # rows of a match of which the followers are counted; more are counted in part, evenly spread
 SEPARATOR = -1
 MARK = 0x73757072_6F6331  # of such a file, and of how it is laid out
-HEADER = 8  # int64 numbers: MARK, V, n, r, d, bytes of JSON, digest of all that follows, 0
+HEADER = 7  # int64 numbers: MARK, V, n, r, d, bytes of JSON, digest of all the others
 MAX_TOKENS = (1 << 31) - 16
 
 
@@ -101,7 +101,7 @@ class _Places(NamedTuple):
 
 
 def _places(file: np.ndarray) -> _Places:
-    _, vocabulary, tokens, rows, pairs, listing_bytes, _, _ = file[:HEADER].tolist()
+    _, vocabulary, tokens, rows, pairs, listing_bytes, _ = file[:HEADER].tolist()
     sizes = [2 * HEADER, tokens, rows, vocabulary + 1, pairs, pairs + 1, -(-listing_bytes // 4)]
     return _Places(*np.cumsum(sizes).tolist())
 
@@ -239,7 +239,7 @@ def new_file(vocabulary_size: int, texts: Sequence[np.ndarray], listing: Listing
     starts = np.flatnonzero(begins)
     firsts = np.searchsorted(newest[starts], np.arange(vocabulary_size + 1))
     written = json.dumps(asdict(listing)).encode()
-    header = np.array([MARK, vocabulary_size, count, len(rows), len(starts), len(written), 0, 0])
+    header = np.array([MARK, vocabulary_size, count, len(rows), len(starts), len(written), 0])
     parts = [tokens, rows, firsts, older[starts], np.append(starts, len(rows))]
     data = b"".join(part.astype("<i4").tobytes() for part in parts) + written
     contents = np.frombuffer(data + bytes(-len(data) % 8), "<i8")

@@ -20,7 +20,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lp.compiled import GOLDEN, I64, MASK, ONE, U64, compiled_array, compiled_ints, compiled_zeros, exp, jit, log, mix
+from lp.compiled import (
+    GOLDEN,
+    I64,
+    MASK,
+    ONE,
+    U64,
+    compiled_array,
+    compiled_ints,
+    compiled_zeros,
+    exp,
+    jit,
+    jit_called,
+    log,
+    mix,
+)
 from lp.config import MAX_CORPORA
 from lp.draft.pool.corpus import MAX_MATCH, SAMPLED, SEPARATOR, Corpus, count_followers, find_match
 from lp.draft.pool.last_step import LastStep, add_older_guess, logits_of_node, new_last_step, search_step
@@ -301,47 +315,57 @@ def vote_text(tables, predictor, choices, votes):
     return matched, choices, votes
 
 
+@jit_called
+def search_corpora(corpora, num_corpora, recent, known, before, match, followers, counts):
+    """Find the longest run of the newest tokens that a corpus has, and count what followed it there.
+
+    Where the run without its newest token has one place, and that token followed there, it has this place too.
+
+    Args:
+        corpora: MAX_CORPORA times Corpus, of which the first `num_corpora` are searched.
+        recent: the newest tokens, the newest first, of which there are `known`.
+        before, match, followers, counts: of a Predictor; the last three get what is found.
+
+    Returns:
+        How many followers there are, 0 for no match, and how many rows of the match were counted.
+    """
+    most = min(before[MATCH_LENGTH] + 1, MAX_MATCH)
+    corpus, place = corpora[before[MATCH_CORPUS]], before[MATCH_PLACE]
+    newest = corpus.tokens + place + 1  # where the newest token is, if it followed
+    if place >= 0 and corpus.numbers[newest] == recent[0] and corpus.numbers[newest + 1] != SEPARATOR:
+        match[MATCH_CORPUS], match[MATCH_LENGTH], match[MATCH_PLACE] = before[MATCH_CORPUS], most, place + 1
+        followers[0], counts[0] = corpus.numbers[newest + 1], 1
+        return 1, 1
+    best, first, behind = 0, 0, 0
+    most = min(known, max(most, 2))
+    match[MATCH_CORPUS], match[MATCH_PLACE] = 0, -1
+    for index in range(num_corpora):
+        length, begin, end = find_match(corpora[index], recent, most)
+        if length > best:
+            best, first, behind = length, begin, end
+            match[MATCH_CORPUS] = index
+    match[MATCH_LENGTH] = best
+    if best == 0:
+        return 0, 0
+    corpus = corpora[match[MATCH_CORPUS]]
+    if behind - first == 1:
+        match[MATCH_PLACE] = corpus.numbers[corpus.rows + first]
+    return count_followers(corpus, first, behind, followers, counts)
+
+
 @jit
 def vote_corpora(tables, predictor, known, choices, votes):
     """Votes of the corpus that has the longest run of the newest tokens, by its length, its rows and their shares.
 
-    Where the run without its newest token has one place, and that token followed there, it has this place too.
-
     Returns:
         The feature of "none of them", -1 where no corpus has a match, and how many tokens and votes there are.
     """
-    match, recent = predictor.match, predictor.context.tokens
-    most = min(predictor.before[MATCH_LENGTH] + 1, MAX_MATCH)
+    recent, before, match = predictor.context.tokens, predictor.before, predictor.match
     followers, counts = predictor.followers, predictor.follower_counts
-    match[MATCH_CORPUS] = predictor.before[MATCH_CORPUS]
-    corpus = predictor.corpora[match[MATCH_CORPUS]]
-    here = corpus.tokens + predictor.before[MATCH_PLACE] + 1  # of the newest token, if it is what followed
-    if (
-        predictor.before[MATCH_PLACE] >= 0
-        and corpus.numbers[here] == recent[0]
-        and corpus.numbers[here + 1] != SEPARATOR
-    ):
-        match[MATCH_LENGTH] = most
-        match[MATCH_PLACE] = predictor.before[MATCH_PLACE] + 1
-        followers[0] = corpus.numbers[here + 1]
-        counts[0] = 1
-        found, rows = 1, 1
-    else:
-        best, first, behind = 0, 0, 0
-        most = min(known, max(most, 2))
-        for index in range(predictor.num_corpora):
-            length, begin, end = find_match(predictor.corpora[index], recent, most)
-            if length > best:
-                best, first, behind = length, begin, end
-                match[MATCH_CORPUS] = index
-        match[MATCH_LENGTH] = best
-        match[MATCH_PLACE] = -1
-        if best == 0:
-            return -1, choices, votes
-        corpus = predictor.corpora[match[MATCH_CORPUS]]
-        if behind - first == 1:
-            match[MATCH_PLACE] = corpus.numbers[corpus.rows + first]
-        found, rows = count_followers(corpus, first, behind, followers, counts)
+    of = predictor.corpora
+    found, rows = search_corpora(of, predictor.num_corpora, recent, known, before, match, followers, counts)
+    if found == 0:
+        return -1, choices, votes
     of_match = bucket_of(match[MATCH_LENGTH], LENGTHS) * (len(ROWS) + 1) + bucket_of(rows, ROWS)
     for _ in range(min(found, M)):
         most = 0
