@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from lp.digest import chain_digest
-from lp.draft.pool.corpus import IndexedFile, Listing, contents_of, mapped, new_file
+from lp.draft.pool.corpus_file import IndexedFile, Listing, contents_of, mapped, new_file
 from lp.draft.pool.model_ngrams import write_file
 from lp.errors import UserError
 from lp.models.loader import load_tokenizer

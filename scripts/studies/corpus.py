@@ -22,7 +22,7 @@ from statistics import geometric_mean
 import numpy as np
 
 import lp
-from lp.draft.pool.corpus import IndexedFile, Listing, new_file
+from lp.draft.pool.corpus_file import IndexedFile, Listing, new_file
 from lp.draft.pool.model_ngrams import write_file
 from lp.models.loader import vocabulary_size
 

@@ -11,18 +11,8 @@ import numpy as np
 import pytest
 
 from lp.compiled import compiled_ints, compiled_zeros
-from lp.draft.pool.corpus import (
-    MAX_MATCH,
-    SAMPLED,
-    Corpus,
-    IndexedFile,
-    Listing,
-    contents_of,
-    count_followers,
-    find_match,
-    new_file,
-    read_file,
-)
+from lp.draft.pool.corpus import MAX_MATCH, SAMPLED, Corpus, count_followers, find_match
+from lp.draft.pool.corpus_file import IndexedFile, Listing, contents_of, new_file, read_file
 from lp.draft.pool.model_ngrams import write_file
 from lp.errors import UserError
 from tests.support.corpora import corpus_of

@@ -11,7 +11,7 @@ import pytest
 import launch.corpus
 from launch.cli import run_tool
 from launch.data.source_files import source_files
-from lp.draft.pool.corpus import contents_of, mapped
+from lp.draft.pool.corpus_file import contents_of, mapped
 from lp.models.loader import load_tokenizer
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lp.draft.pool.corpus import IndexedFile, Listing, new_file
+from lp.draft.pool.corpus_file import IndexedFile, Listing, new_file
 
 
 def corpus_of(texts: Sequence[Sequence[int]], vocabulary: int) -> np.ndarray:

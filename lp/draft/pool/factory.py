@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from lp.config import LookaheadConfig, PoolScope
 from lp.digest import chain_digest
-from lp.draft.pool import corpus
+from lp.draft.pool import corpus_file
 from lp.draft.pool.model_ngrams import read_file
 from lp.draft.registry import Call, SourceFactory, register_factory
 from lp.errors import UserError
@@ -77,10 +77,10 @@ class PoolFactory(SourceFactory):
         """Read the model's n-grams and the corpora, once; returns their digests, 0 for none."""
         if self._digests is None:
             ngrams = self._model_ngrams = read_file(self.config.pool_model_ngrams, model_folder, vocabulary_size)
-            self._corpora = [corpus.read_file(path, vocabulary_size) for path in self.config.corpora]
+            self._corpora = [corpus_file.read_file(path, vocabulary_size) for path in self.config.corpora]
             self._digests = {
                 "model n-grams": 0 if ngrams is None else chain_digest(0, ngrams.ravel()),
-                "corpora": chain_digest(0, [corpus.digest_of(file) for file in self._corpora]),
+                "corpora": chain_digest(0, [corpus_file.digest_of(file) for file in self._corpora]),
             }
         return self._digests
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from launch.data.source_files import source_files, text_of
-from lp.draft.pool.corpus import IndexedFile, Listing, new_file
+from lp.draft.pool.corpus_file import IndexedFile, Listing, new_file
 from lp.errors import UserError
 
 HELD_OUT = 0.25  # of the files
