@@ -68,7 +68,7 @@ class Corpora(TextStudy):
         }
 
     def config(self, corpus: str) -> lp.LookaheadConfig:
-        """The same steps with a corpus."""
+        """A fixed budget as without it, with a corpus."""
         return budget_config(self.num_tokens, corpora=[corpus])
 
     @cached_property

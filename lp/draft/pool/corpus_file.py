@@ -47,9 +47,9 @@ class Listing:
     """What a corpus was made of.
 
     Attributes:
-        folder: in which the files lie.
+        folder: where the files lie.
         tokenizer: a digest of what made tokens of them.
-        files: in the order of their tokens.
+        files: all files, in the order of their tokens.
     """
 
     folder: str
@@ -115,7 +115,7 @@ def read_file(path: str, vocabulary_size: int) -> np.ndarray:
     """The corpus in a file, memory-mapped and checked whole.
 
     Args:
-        path: of the file.
+        path: names the file.
         vocabulary_size: V of the model.
 
     Raises:

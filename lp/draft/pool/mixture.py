@@ -324,7 +324,7 @@ def search_corpora(corpora, num_corpora, recent, known, before, match, followers
     Args:
         corpora: MAX_CORPORA times Corpus, of which the first `num_corpora` are searched.
         recent: the newest tokens, the newest first, of which there are `known`.
-        before, match, followers, counts: of a Predictor; the last three get what is found.
+        before, match, followers, counts: fields of a Predictor, the last three of which get what is found.
 
     Returns:
         How many followers there are, 0 for no match, and how many rows of the match were counted.

@@ -23,7 +23,7 @@ class Tree:
     """A tree's files, divided.
 
     Attributes:
-        texts: of the files that are to be a corpus.
+        texts: contents of the files that are to be a corpus.
         prompts: what stands before each position in the other files.
     """
 
