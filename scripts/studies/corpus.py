@@ -41,10 +41,10 @@ class Corpora(TextStudy):
     positions: int = option(20)
     draw: int = option(0, "seed of the files that are held out, and of the positions")
     temperatures: list[float] = option([0.0, 0.2])
-    num_tokens: int = option(48, "most tokens a step")
+    budget: int = option(48, "most tokens a step")
     max_new_tokens: int = option(48)
     cost: bool = option(False, "compare seconds beside a corpus that never matches")
-    SHARED = (*TextStudy.SHARED, "positions", "draw", "num_tokens", "cost")
+    SHARED = (*TextStudy.SHARED, "positions", "draw", "budget", "cost")
 
     @cached_property
     def tree(self) -> Tree:
@@ -63,13 +63,13 @@ class Corpora(TextStudy):
         if self.cost:
             return {COST: self.seconds_beside}
         return {
-            WITHOUT: self.decodes(lambda model: lp.LookaheadDecoder(model, budget_config(self.num_tokens))),
+            WITHOUT: self.decodes(lambda model: lp.LookaheadDecoder(model, budget_config(self.budget))),
             WITH: self.decodes(lambda model: lp.LookaheadDecoder(model, self.config(self.corpus))),
         }
 
     def config(self, corpus: str) -> lp.LookaheadConfig:
         """A fixed budget as without it, with a corpus."""
-        return budget_config(self.num_tokens, corpora=[corpus])
+        return budget_config(self.budget, corpora=[corpus])
 
     @cached_property
     def corpus(self) -> str:
