@@ -157,6 +157,15 @@ def test_a_long_match_is_followed_deep() -> None:
     assert [*tree.tokens][:10] == file[70:] and 9 not in tree.tokens
 
 
+def test_a_place_goes_on_through_equal_tokens() -> None:
+    """A place that stays where it was finds the next of them, and never their end."""
+    file = [1, 2, 3, 4, 7, 7, 7, 7, 8, 9, 5, 5, 5, 6]
+    weights = np.zeros(FEATURES)
+    weights[CORPUS_0:CORPUS_NONE_0] = 8
+    tree = pool_with([corpus_of([file], 20)], [12, 13], weights).propose([12, 13, 1, 2, 3, 4], 12)
+    assert [*tree.tokens][:10] == file[4:] and [*tree.parents][:10] == [*range(-1, 9)]
+
+
 def test_weights_of_a_corpus_follow_the_text() -> None:
     """A repository whose files mislead is to be believed less and less."""
     rng = random.Random(1)
