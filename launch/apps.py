@@ -40,5 +40,6 @@ APPS = {
 
 TOOLS = {
     "ngrams": "measure what a model writes behind 1 to 3 tokens, for the pool",
+    "corpus": "make an index of a folder's files, from which the pool drafts",
     "doctor": "say what this machine, and a model on it, can do, and why not",
 }

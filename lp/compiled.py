@@ -7,6 +7,7 @@ Also the mathematics that they need, of + - * / on doubles alone: every processo
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,13 +19,16 @@ if COMPILED:
     import numba
 
 
-def _compiled(function: Any) -> Any:
+def _compiled(function: Any, inlined: bool = True) -> Any:
     """The function, compiled at its first call and cached on disk, in a folder for these very sources.
 
     numba alone would look at the function's own file, and go on using what it had compiled of functions that it calls.
+
+    Args:
+        inlined: it becomes part of all that call it.
     """
     # Nothing here allocates. With numba's runtime every call would count references to all arrays: half the time.
-    options = {"nogil": True, "_nrt": False, "forceinline": True}
+    options = {"nogil": True, "_nrt": False, "forceinline": inlined}
     folder = cache_folder()
     if folder is None:
         return numba.njit(**options)(function)
@@ -37,6 +41,7 @@ def _compiled(function: Any) -> Any:
 
 
 jit: Any = _compiled if COMPILED else lambda function: function
+jit_called: Any = partial(_compiled, inlined=False) if COMPILED else jit  # for what is long, and seldom called
 U64: Any = np.uint64 if COMPILED else int  # unsigned 64-bit arithmetic: wrap it with & MASK, which Python's ints need
 I64: Any = np.int64 if COMPILED else int
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -18,6 +19,7 @@ from lp.removed_keys import RefusesRemoved
 DEFAULT_TIMEOUT_S = 120.0  # for which ranks wait for each other
 DEFAULT_SETUP_TIMEOUT_S = 1800.0  # the same while they compile and capture, which may take minutes on one of them
 MAX_STEP_TOKENS = 8192  # of a rank: a step's mask has their square
+MAX_CORPORA = 4  # of a pool: compiled functions take as many as this, whether they are there or not
 MAX_SHARED_TOKENS = 1 << 16  # of a fixed step, which ranks divide
 # W, N and G where they are not given. W and G of an adaptive step are bounds of each rank: 200 tokens, about as many as
 # share one reading of the weights on a GPU, by its FLOPs for each byte that it reads.
@@ -124,6 +126,8 @@ class LookaheadConfig(RefusesRemoved):
         pool_file: with "session", a safetensors file to begin with, if it exists, and to write after every call.
         pool_model_ngrams: what the model writes behind 1 to 3 tokens, which votes where the pool has not seen them:
             a file of `lp ngrams`, "auto" for the one beside the model, if it is there, or "off".
+        corpora: files of `lp corpus build`, at most 4: where the end of a text comes in one of them too, what followed
+            there is drafted.
         ablation: parts of the method to leave out, for studies of what each is worth.
         adaptive: W and G are bounds of each rank's step, which takes what pays on this machine; None is true if none of
             W, N and G is given. Never None once the config is made.
@@ -140,6 +144,7 @@ class LookaheadConfig(RefusesRemoved):
     pool_mib: int = 16
     pool_file: str | None = None
     pool_model_ngrams: str = "auto"
+    corpora: Sequence[str] = ()
     ablation: Ablation = Ablation()
     adaptive: bool = _RESOLVED
 
@@ -165,6 +170,7 @@ class LookaheadConfig(RefusesRemoved):
         check_choice(self, "pool_scope", PoolScope)
         check_kind("pool_file", self.pool_file, (str, os.PathLike, type(None)), "a path, or None")
         check_kind("pool_model_ngrams", self.pool_model_ngrams, (str, os.PathLike), "a path, 'auto' or 'off'")
+        set_field(self, "corpora", check_corpora(self.corpora))
         if self.pool_file is not None and self.pool_scope is not PoolScope.SESSION:
             raise UserError(f"pool_file is {self.pool_file!r}, but every call has a new pool; add pool_scope=session")
         check_kind("ablation", self.ablation, Ablation, "lp.Ablation, as in lp.Ablation(learn=False)")
@@ -182,6 +188,23 @@ class LookaheadConfig(RefusesRemoved):
     def depth(self) -> int:
         """Longest draft path, in tokens."""
         return self.draft_depth or self.ngram_size - 1
+
+
+def check_corpora(given: Any) -> tuple[str, ...]:
+    """Paths of corpora, as a config keeps them: it may be compared, and made from a list.
+
+    Raises:
+        ValueError: they are no paths, too many, or one is there twice.
+    """
+    remedy = "give a list of files of `lp corpus build`"
+    if isinstance(given, (str, bytes)) or not isinstance(given, Sequence):
+        raise UserError(f"corpora is {given!r}; {remedy}")
+    for path in given:
+        check_kind("corpora", path, (str, os.PathLike), "a list of paths")
+    paths = tuple(str(path) for path in given)
+    if len(paths) > MAX_CORPORA or len(set(paths)) < len(paths):
+        raise UserError(f"corpora is {list(paths)}; give {MAX_CORPORA} at most, each once")
+    return paths
 
 
 def windowless(num_tokens: int) -> LookaheadConfig:

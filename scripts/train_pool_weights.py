@@ -8,6 +8,8 @@
    once without. They do not depend on the weights. Files of --ballots hold them, so that a run that was ended goes on.
 2. The weights are those of the least mean log loss of all tokens, each model counting alike, plus a ridge that draws
    them to the ones that are shipped.
+   With --tree these are the weights of corpora alone: prompts are of held-out files of a source tree, the votes those
+   of a corpus of its other files, and the other weights stay as they are.
 3. For each model, the loss of its tokens is printed: under the shipped weights, under the new ones, and under weights
    learned on the other models alone.
 
@@ -18,7 +20,9 @@ is measured on must not be among them.
 from __future__ import annotations
 
 import argparse
+import math
 import random
+import sys
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -32,13 +36,16 @@ from safetensors.numpy import load_file, save_file
 import lp
 from launch.data.prompts import load_builtin, load_jsonl
 from lp.draft.pool.factory import _shipped_weights
-from lp.draft.pool.mixture import FEATURES, predict
+from lp.draft.pool.mixture import FEATURES, LEVELS, TOGETHER_0, predict
 from lp.draft.pool.model_ngrams import AUTO, read_file
 from lp.draft.pool.ngram_pool import NGramPool
 from lp.draft.pool.tables import fill_context, new_tables
 from lp.draft.source import DraftSource, StepSamples
 from lp.engine.request import Request
 from lp.models.loader import load, vocabulary_size
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from scripts.studies.parts.held_out import Tree
 
 TEMPERATURES = (0.0, 0.8)
 SHAPES = ((7, 5, 7), (8, 2, 42))  # W, N, G
@@ -63,16 +70,17 @@ class Ballots(NamedTuple):
 
 
 class RecordingPool(NGramPool):
-    """A pool that keeps the votes for every token that comes, with the model's n-grams and without."""
+    """A pool that keeps the votes for every token that comes, with model n-grams and corpora, and with neither."""
 
     def keep(self, without: NGramPool) -> RecordingPool:
         """Begin to keep them.
 
         Args:
-            without: a pool of the same call that has no model n-grams.
+            without: a pool of the same call that has no model n-grams and no corpora.
         """
         own = without._predictor._replace(last_step=self._predictor.last_step)
-        self._voters = [own] if self._predictor.model_ngrams.num_logits == 0 else [own, self._predictor]
+        more = self._predictor.model_ngrams.num_logits or self._predictor.num_corpora
+        self._voters = [own, self._predictor] if more else [own]
         self.kept: list[list[Ballots]] = [[] for _ in self._voters]
         return self
 
@@ -94,6 +102,7 @@ class Recorder(lp.LookaheadDecoder):
     """A decoder whose pools keep their votes."""
 
     model_ngrams: np.ndarray | None = None
+    corpora: Sequence[np.ndarray] = ()
     pool: RecordingPool
 
     def source(self, request: Request) -> DraftSource:
@@ -101,14 +110,14 @@ class Recorder(lp.LookaheadDecoder):
         shipped = _shipped_weights()
         sampler = request.sampler
 
-        def pool(kind: type[NGramPool], ngrams: np.ndarray | None) -> NGramPool:
+        def pool(kind: type[NGramPool], ngrams: np.ndarray | None, corpora: Sequence[np.ndarray] = ()) -> NGramPool:
             tables = new_tables(
                 self.config.ablation.num_logits, self.config.pool_mib, shipped["weights"], 1 + shipped["squares"]
             )
             temperature = sampler.processors.temperature
-            return kind(self.config, request.prompt, sampler.noise_key, tables, ngrams, temperature)
+            return kind(self.config, request.prompt, sampler.noise_key, tables, ngrams, temperature, corpora)
 
-        recording = pool(RecordingPool, self.model_ngrams)
+        recording = pool(RecordingPool, self.model_ngrams, self.corpora)
         assert isinstance(recording, RecordingPool)
         self.pool = recording.keep(pool(NGramPool, None))
         return self.pool
@@ -137,7 +146,13 @@ def prompts(task: str, is_chat: bool = False) -> list[TrainingPrompt]:
 
 
 def record(
-    name: str, ngrams: str, texts: Sequence[TrainingPrompt], max_new_tokens: int, most: int, folder: Path
+    name: str,
+    ngrams: str,
+    texts: Sequence[TrainingPrompt],
+    max_new_tokens: int,
+    most: int,
+    folder: Path,
+    tree: Tree | None = None,
 ) -> Ballots:
     """The ballots of what a model writes, one file a text.
 
@@ -148,6 +163,7 @@ def record(
         max_new_tokens: most tokens of a text.
         most: texts, at most: drawn from all prompts and temperatures.
         folder: where the files are, and go.
+        tree: whose files are a corpus.
     """
     loaded = load(name, "float32", "cpu")
     folder.mkdir(parents=True, exist_ok=True)
@@ -155,6 +171,7 @@ def record(
     jobs = [(*job, rng.choice(SHAPES)) for job in product(texts, TEMPERATURES)]
     rng.shuffle(jobs)
     Recorder.model_ngrams = read_file(ngrams, loaded.model.config._name_or_path, vocabulary_size(loaded.model))
+    Recorder.corpora = [tree.corpus(loaded.tokenizer, vocabulary_size(loaded.model))] if tree else []
     decoders = {
         (w, n, g): Recorder(loaded.model, lp.LookaheadConfig(window_size=w, ngram_size=n, guess_set_size=g))
         for w, n, g in SHAPES
@@ -209,13 +226,14 @@ class Loss:
         return torch.zeros(FEATURES, dtype=torch.float64).index_add(0, self._feature, of_votes).numpy()
 
 
-def fit(losses: Sequence[Loss], start: np.ndarray, ridge: float) -> np.ndarray:
+def fit(losses: Sequence[Loss], start: np.ndarray, ridge: float, fixed: np.ndarray | None = None) -> np.ndarray:
     """The weights of the least mean of these losses.
 
     Args:
         losses: one for each model's tokens.
         start: the weights that the ridge draws them to.
         ridge: how much: half of it, over the mean tokens of a model, times the squared distance is added to the loss.
+        fixed: bool (FEATURES,), weights that stay as they are; None: none.
     """
     at = torch.from_numpy(start)
     weights = at.clone().requires_grad_()
@@ -227,10 +245,20 @@ def fit(losses: Sequence[Loss], start: np.ndarray, ridge: float) -> np.ndarray:
         each = [loss(weights) for loss in losses]
         value = torch.stack(each).mean() + ridge / 2 / tokens * (weights - at).square().sum()
         value.backward()
+        if fixed is not None:
+            assert weights.grad is not None
+            weights.grad[torch.from_numpy(fixed)] = 0
         return value
 
     steps.step(closure)
     return weights.detach().numpy()
+
+
+def of_no_corpus() -> np.ndarray:
+    """Bool (FEATURES,): the features that have nothing to do with a corpus, whose weights are learned without one."""
+    found = np.ones(FEATURES, bool)
+    found[TOGETHER_0 + math.prod(LEVELS[1:]) :] = False  # a corpus is the first kind: its level 0 is the first block
+    return found
 
 
 def main() -> None:
@@ -239,6 +267,7 @@ def main() -> None:
     parser.add_argument("--model-ngrams", action="append", default=[], help="of each model, as pool.model_ngrams")
     parser.add_argument("--task", action="append", default=[], help="FILE:FIRST:END, prompts of a JSONL file")
     parser.add_argument("--chat", action="append", default=[], help="the same, of messages to a chat model")
+    parser.add_argument("--tree", type=Path, help="a source tree: learn the weights of corpora, on this one alone")
     parser.add_argument("--ballots", type=Path, required=True, help="folder of what was recorded, a folder a model")
     parser.add_argument("--texts", type=int, default=100, help="of each model, at most")
     parser.add_argument("--max-new-tokens", type=int, default=96)
@@ -248,23 +277,28 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=output)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    texts = [TrainingPrompt(prompt.text) for prompt in load_builtin(None)]
+    tree = Tree.divided(args.tree, args.texts) if args.tree else None
+    texts = [TrainingPrompt(text) for text in (tree.prompts if tree else [each.text for each in load_builtin(None)])]
     texts += [prompt for task in args.task for prompt in prompts(task)]
     texts += [prompt for task in args.chat for prompt in prompts(task, is_chat=True)]
     ngrams = args.model_ngrams or [AUTO] * len(args.model)
     losses = [
-        Loss(record(name, file, texts, args.max_new_tokens, args.texts, args.ballots / str(number)))
+        Loss(record(name, file, texts, args.max_new_tokens, args.texts, args.ballots / str(number), tree))
         for number, (name, file) in enumerate(zip(args.model, ngrams, strict=True))
     ]
     shipped = _shipped_weights()["weights"]
-    weights = fit(losses, shipped, args.ridge)
+    fixed = of_no_corpus() if tree else None
+    weights = fit(losses, shipped, args.ridge, fixed)
     for number, (name, loss) in enumerate(zip(args.model, losses, strict=True)):
         others = losses[:number] + losses[number + 1 :]
-        of_others = fit(others, shipped, args.ridge) if others else shipped
+        of_others = fit(others, shipped, args.ridge, fixed) if others else shipped
         before, now, without = (float(loss(torch.from_numpy(each))) for each in (shipped, weights, of_others))
         print(f"{name}: {loss.count} tokens, loss {before:.4f} -> {now:.4f}; learned on the others alone {without:.4f}")
     squares = np.mean([loss.squares(torch.from_numpy(weights)) for loss in losses], axis=0)
-    save_file({"weights": weights, "squares": squares}, args.output)
+    learned = slice(None) if fixed is None else ~fixed
+    kept = _shipped_weights()["squares"].copy()
+    kept[learned] = squares[learned]
+    save_file({"weights": weights, "squares": kept}, args.output)
     print(f"{np.count_nonzero(weights)} of {FEATURES} weights learned; {args.output}")
 
 

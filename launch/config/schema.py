@@ -35,6 +35,7 @@ T = TypeVar("T")
 # own default.
 SHAPE_KEYS = {"window_size": "W", "ngram_size": "N", "guess_set_size": "G"}
 POOL_KEYS = {f"pool_{name}": f"pool.{name}" for name in ("scope", "mib", "file", "model_ngrams")}
+POOL_KEYS |= {"corpora": "pool.corpora"}
 LOOKAHEAD_PRESETS = {"lookahead_auto": {"adaptive": True}, "lookahead": {"adaptive": False}}  # of one config
 
 
@@ -171,12 +172,15 @@ class PoolSchema:
         file: with scope=session, a safetensors file that saves it from run to run.
         model_ngrams: what the model writes behind 1 to 3 tokens: a file of `lp ngrams`, auto for the one beside the
             model, or off.
+        corpora: files of `lp corpus build`, at most 4, as [FILE]: where the end of a text comes in one of them too, the
+            pool drafts what followed there.
     """
 
     scope: str = "request"
     mib: int = 16
     file: str | None = None
     model_ngrams: str = "auto"
+    corpora: list[str] = field(default_factory=list)
 
 
 @dataclass

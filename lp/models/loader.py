@@ -123,6 +123,18 @@ def load(
     return Loaded((model if quantised else model.to(device)).eval(), tokenizer)
 
 
+def load_tokenizer(name_or_path: str | Path, trust_remote_code: bool = False) -> tuple[PreTrainedTokenizerBase, int]:
+    """A model's tokenizer, and V by its config; weights are not read.
+
+    Raises:
+        ValueError: as `load`, of config and tokenizer.
+    """
+    source = checkpoint_of(name_or_path)
+    offline = not Path(source.place).is_dir() and not _hub_answers()
+    config = _config(source, trust_remote_code, offline)
+    return _tokenizer(source, trust_remote_code, offline), int(config.get_text_config().vocab_size)
+
+
 def checkpoint_of(name_or_path: str | Path) -> Checkpoint:
     """What a user's name of a model stands for.
 

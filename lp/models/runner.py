@@ -559,10 +559,10 @@ class ModelRunner:
         return PassLogits(self._computed(trees), counts)
 
     def forward_prompt(self, tree: TreePass) -> PassLogits:
-        """Compute a chunk of a prompt by itself, by a captured step once such chunks have come often.
+        """Compute a chunk of a prompt that has the pass to itself; by a captured step once such chunks have come often.
 
         Args:
-            tree: as `prompt_pass` gives it; its cache is that of captured steps.
+            tree: the chunk, from `prompt_pass`, over the cache of captured steps.
         """
         assert self.captured
         if self.captured.takes_prompt(len(tree.tokens)) and (step := self.staged(tree)):

@@ -8,6 +8,7 @@ PLACES = {
     "attention_speed": "docs/experiments/step-time.md",
     "batches": "docs/experiments/batches.md",
     "config": "docs/reference/config.md",
+    "corpus": "docs/experiments/pool.md",
     "exactness": "docs/experiments/exactness.md",
     "first_contact": "docs/experiments/budget.md",
     "first_token": "docs/experiments/batches.md",

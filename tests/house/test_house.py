@@ -48,6 +48,7 @@ LAYERS = [
     {
         "launch.benchmark",
         "launch.chat",
+        "launch.corpus",
         "launch.doctor",
         "launch.generate",
         "launch.ngrams",

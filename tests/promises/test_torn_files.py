@@ -19,6 +19,9 @@ from launch.serve.spec import TextSpec
 from launch.serve.unfinished import UnfinishedRequests
 from lp.budget.observed_times import Estimate
 from lp.budget.step_times_cache import StepTimesFile, read_estimate
+from lp.digest import chain_digest
+from lp.draft.pool.corpus import HEADER, places_of
+from lp.draft.pool.corpus_file import read_file as read_corpus
 from lp.draft.pool.factory import load_tables, save_tables
 from lp.draft.pool.model_ngrams import Contexts, new_file, read_file, write_file
 from lp.draft.pool.tables import Tables
@@ -26,6 +29,7 @@ from lp.engine.journal import Journal
 from lp.errors import UserError
 from lp.parallel.context import ParallelContext
 from tests.conftest import LONG
+from tests.support.corpora import corpus_of
 from tests.support.pools import empty_tables
 from tests.support.tiny_models import drawn_text, plain_greedy, tiny_model
 
@@ -174,6 +178,48 @@ def test_model_ngrams_cut_after_any_byte(tmp_path: Path) -> None:
             read_file(str(path), "", 5)
     path.write_bytes(whole)
     assert np.array_equal(read_file(str(path), "", 5), file)
+
+
+def test_a_corpus_cut_or_changed_at_any_byte(tmp_path: Path) -> None:
+    """It is mapped, not read, and what it has becomes draft tokens, which index the model's embeddings."""
+    path = tmp_path / "corpus"
+    file = corpus_of([[1, 2, 3, 4], [2, 3, 4, 0]], 5)
+    write_file(file, path)
+    whole = path.read_bytes()
+    for length in range(len(whole)):
+        path.write_bytes(whole[:length])
+        with pytest.raises(UserError, match=r"corpus' (can't be read|is damaged)|holds no corpus"):
+            read_corpus(str(path), 5)
+    begin = len(whole) - file.nbytes
+    for at in range(begin, len(whole)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 64]) + whole[at + 1 :])
+        with pytest.raises(UserError, match=r"corpus' is (damaged|of)|holds no corpus"):
+            read_corpus(str(path), 5)
+    path.write_bytes(whole)
+    assert np.array_equal(read_corpus(str(path), 5), file)
+
+
+def test_a_corpus_that_somebody_made_by_hand(tmp_path: Path) -> None:
+    """Compiled functions read whatever memory a number leads them to, and a digest can be made for anything."""
+    path = tmp_path / "corpus"
+    whole = corpus_of([[1, 2, 3, 4], [2, 3, 4, 0]], 5)
+    at = places_of(whole)
+    changes = [
+        (at.tokens, 1),
+        (at.rows - 1, 1),
+        (at.tokens + 2, -2),
+        (at.tokens + 2, 5),
+        (at.rows, 0),
+        (at.rows + 1, 99),
+    ]
+    changes += [(at.firsts, 1), (at.firsts + 2, 9), (at.pairs - 1, 99), (at.starts, 1), (at.listing - 1, 99)]
+    for place, number in changes:
+        file = whole.copy()
+        file.view(np.int32)[place] = number
+        file[6] = chain_digest(0, file[:6], file[HEADER:])
+        write_file(file, path)
+        with pytest.raises(UserError, match="corpus' is damaged"):
+            read_corpus(str(path), 5)
 
 
 def test_step_times_cut_after_any_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,6 +73,7 @@ class Case:
         server: the text is asked of a server over HTTP, and so many others at the same time; -1 for none.
         bitwise: dtype of the weights in the mode `exact="bitwise"`, where logits are those of `PlainDecoder` in it
             bit for bit, and nothing is promised against `generate`; "" for the usual mode, in float64.
+        corpora: seed of corpora that the pool looks in, which have much of the text; 0 for none.
     """
 
     arch: str = "llama"
@@ -105,6 +106,7 @@ class Case:
     gpu: str = ""
     server: int = -1
     bitwise: str = ""
+    corpora: int = 0
 
     @classmethod
     def drawn(
@@ -140,7 +142,7 @@ class Case:
         strings = ["".join(rng.choices("abc", k=rng.randint(1, 3))) for _ in range(rng.randint(1, 2))]
         sampled = takes("sampled", 0.8 if long else 0.4) or "warpers" in wanted
         method = rng.choice([*PEERS] if takes("another method", 0.25) else ["lookahead"])
-        method = "lookahead" if {"adaptive", "session pool", "broadcast"} & {*wanted} else method
+        method = "lookahead" if {"adaptive", "session pool", "broadcast", "corpora"} & {*wanted} else method
         config = _drawn_config(rng, method)
         if method == "lookahead":
             config |= {"adaptive": True} if "adaptive" in wanted else {}
@@ -190,6 +192,9 @@ class Case:
         own = random.Random(f"bitwise-{seed}")
         if "bitwise" in wanted or own.random() < 0.08:
             drawn = replace(drawn, bitwise=own.choice(["float32", "bfloat16"]))
+        own = random.Random(f"corpora-{seed}")
+        if method == "lookahead" and ("corpora" in wanted or own.random() < 0.1):
+            drawn = replace(drawn, corpora=own.randrange(1, 1000))
         return _bitwise(drawn)
 
     def json(self) -> str:
@@ -367,6 +372,7 @@ FEATURES: dict[str, Callable[[Case], bool]] = {
     "gpu": lambda case: bool(case.gpu),
     "server": lambda case: case.server >= 0,
     "bitwise": lambda case: bool(case.bitwise),
+    "corpora": lambda case: bool(case.corpora),
 }
 # Which never go together, and why: nothing else may be missing from a run that is long enough.
 NEVER = [
@@ -376,7 +382,7 @@ NEVER = [
     ({"server", "logits"}, {"several ranks", "tp", "broadcast"}),
     ({"gpu"}, {"server", "tp"}),
     ({"bitwise"}, {"hybrid", "shifting", "captured", "gpu", "tp"}),
-    ({"another method"}, {"adaptive", "session pool", "broadcast"}),
+    ({"another method"}, {"adaptive", "session pool", "broadcast", "corpora"}),
     ({*KINDS}, {*KINDS}),
 ]
 

@@ -19,7 +19,7 @@ from lp.draft.layout import ancestors
 from lp.draft.pool.factory import tables_digest
 from lp.draft.pool.mixture import FEATURES, GUESS_0, LOGITS_0, NONE_0, TEXT_0, WINDOW_0, predict
 from lp.draft.pool.ngram_pool import NGramPool
-from lp.draft.pool.tables import MAX_CONTEXT, ORDERS, Tables, new_tables
+from lp.draft.pool.tables import ORDERS, Tables, new_tables
 from lp.draft.share import Share
 from lp.draft.source import ShareInput, StepSamples
 from lp.draft.tree import DraftTree
@@ -132,7 +132,7 @@ class Ballot:
 
 def ballot(pool: NGramPool, text: Sequence[int]) -> Ballot:
     """Collect the pool's votes for what follows the text."""
-    predictor, known = pool._predictor, min(len(text), MAX_CONTEXT)
+    predictor, known = pool._predictor, min(len(text), len(pool._predictor.context.tokens))
     for back in range(known):
         predictor.context.tokens[back] = text[-1 - back]
     choices, votes = predict(pool._tables, predictor, known, len(text))

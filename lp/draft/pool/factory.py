@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from lp.config import LookaheadConfig, PoolScope
 from lp.digest import chain_digest
+from lp.draft.pool import corpus_file
 from lp.draft.pool.model_ngrams import read_file
 from lp.draft.registry import Call, SourceFactory, register_factory
 from lp.errors import UserError
@@ -41,42 +42,47 @@ class PoolFactory(SourceFactory):
         self.config = config
         self.tables: Tables | None = None  # of a session
         self._model_ngrams: np.ndarray | None = None
-        self._ngrams_digest: int | None = None  # once they are read
+        self._corpora: list[np.ndarray] = []
+        self._digests: dict[str, int] | None = None  # of both, once they are read
 
     def new_source(self, call: Call) -> NGramPool:
         """The pool of one call.
 
         Raises:
-            ValueError: the session's file is no such pool, or its folder is missing; no file of model n-grams where
-                one is asked for.
+            ValueError: the session's file is no such pool, or its folder is missing; no file of model n-grams, or no
+                corpus, where one is asked for.
         """
         from lp.draft.pool.ngram_pool import NGramPool
 
         self._read(call.model_folder, call.vocabulary_size)
-        of_model = (self._model_ngrams, call.temperature)
+        beside = (self._model_ngrams, call.temperature, self._corpora)
         if self.config.pool_scope is PoolScope.REQUEST:
             tables = fresh_tables(self.config, call.vocabulary_size, self._needed_mib(call))
-            return NGramPool(self.config, call.prompt, call.noise, tables, *of_model)
+            return NGramPool(self.config, call.prompt, call.noise, tables, *beside)
         if self.tables is None:
             tables = self._session_tables(call.vocabulary_size)
             call.check_same({"pool": tables_digest(tables)})
             self.tables = tables
-        return NGramPool(self.config, call.prompt, call.noise, self.tables, *of_model)
+        return NGramPool(self.config, call.prompt, call.noise, self.tables, *beside)
 
     def digests(self, model_folder: str, vocabulary_size: int) -> dict[str, int]:
         """Digests, by name, of what the pools of all ranks begin with alike.
 
         Raises:
-            ValueError: no file of model n-grams where one is asked for.
+            ValueError: no file of model n-grams, or no corpus, where one is asked for.
         """
-        return {"model n-grams": self._read(model_folder, vocabulary_size)}
+        return self._read(model_folder, vocabulary_size)
 
-    def _read(self, model_folder: str, vocabulary_size: int) -> int:
-        """Read the model's n-grams, once; returns their digest, 0 for none."""
-        if self._ngrams_digest is None:
-            self._model_ngrams = read_file(self.config.pool_model_ngrams, model_folder, vocabulary_size)
-            self._ngrams_digest = 0 if self._model_ngrams is None else chain_digest(0, self._model_ngrams.ravel())
-        return self._ngrams_digest
+    def _read(self, model_folder: str, vocabulary_size: int) -> dict[str, int]:
+        """Read the model's n-grams and the corpora, once; returns their digests, 0 for none."""
+        if self._digests is None:
+            ngrams = self._model_ngrams = read_file(self.config.pool_model_ngrams, model_folder, vocabulary_size)
+            self._corpora = [corpus_file.read_file(path, vocabulary_size) for path in self.config.corpora]
+            self._digests = {
+                "model n-grams": 0 if ngrams is None else chain_digest(0, ngrams.ravel()),
+                "corpora": chain_digest(0, [corpus_file.digest_of(file) for file in self._corpora]),
+            }
+        return self._digests
 
     def call_ended(self, is_main: bool) -> None:
         """Write the session's tables to its file, on rank 0, so that the next process has them."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from lp.compiled import compiled_zeros, jit
-from lp.draft.pool.mixture import MAX_CHOICES, predict
-from lp.draft.pool.tables import MAX_CONTEXT, fill_context_of_node
+from lp.draft.pool.mixture import MATCH, MAX_CHOICES, NOTHING_KNOWN, predict
+from lp.draft.pool.tables import fill_context_of_node
 from lp.draft.source import TokenPrice
 
 MIN_PROB = 1e-7  # of being accepted, below which no token enters the tree
@@ -34,6 +34,7 @@ class GrowingTree(NamedTuple):
     blocks: Any  # int64 (nodes,): of a trunk node, the rank in whose block it lies
     places: Any  # int64 (nodes,): its index in `order`, ABSENT for a trunk node that the rank does not compute
     order: Any  # int64 (nodes,): the nodes that the rank computes, parents first
+    matches: Any  # int64 (nodes * MATCH,): what a corpus has of the text up to the node, see `Predictor.match`
     num_choices: Any  # int64 (nodes,)
     best_choice: Any  # int64 (nodes,): index of the likeliest choice that is not in the tree yet
     best_prob: Any  # float64 (nodes,): of that choice being accepted
@@ -74,7 +75,7 @@ class Proposal(NamedTuple):
 def new_tree(nodes: int) -> GrowingTree:
     """Room for trees of so many nodes, and a trunk."""
     dtypes = {"accept_probs": "f8", "best_prob": "f8", "choice_probs": "f8"}
-    widths = {"choice_tokens": MAX_CHOICES, "choice_probs": MAX_CHOICES}
+    widths = {"choice_tokens": MAX_CHOICES, "choice_probs": MAX_CHOICES, "matches": MATCH}
     fields = GrowingTree._fields
     size = nodes + TRUNK_NODES
     return GrowingTree(*(compiled_zeros(size * widths.get(name, 1), dtypes.get(name, "i8")) for name in fields))
@@ -295,9 +296,17 @@ def likeliest_trunk_node(tree, trunk, rank):
 def predict_choices(tables, predictor, tree, node, step, price):
     """Predict what follows a node."""
     text, end = step.text, step.length
-    known = fill_context_of_node(predictor.context, tree.tokens, tree.parents, node, text, end, MAX_CONTEXT)
+    context = predictor.context
+    known = fill_context_of_node(context, tree.tokens, tree.parents, node, text, end, len(context.tokens))
     depth = tree.depths[node]
+    if predictor.num_corpora > 0 and node > 0:
+        for index in range(MATCH):
+            predictor.before[index] = tree.matches[MATCH * tree.parents[node] + index]
     choices, _ = predict(tables, predictor, known, end + depth)
+    if predictor.num_corpora > 0:
+        for index in range(MATCH):
+            tree.matches[MATCH * node + index] = predictor.match[index]
+            predictor.before[index] = NOTHING_KNOWN[index]
     discount = price.depth_discount
     calibrated = price.calibration * (1 + discount * depth) / (1 + discount * (depth + 1))
     base = node * MAX_CHOICES

@@ -15,16 +15,34 @@ K: `num_logits`, logits of an entry; M: followers of a context.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from lp.compiled import GOLDEN, I64, MASK, ONE, U64, compiled_array, compiled_zeros, exp, jit, log, mix
+from lp.compiled import (
+    GOLDEN,
+    I64,
+    MASK,
+    ONE,
+    U64,
+    compiled_array,
+    compiled_ints,
+    compiled_zeros,
+    exp,
+    jit,
+    jit_called,
+    log,
+    mix,
+)
+from lp.config import MAX_CORPORA
+from lp.draft.pool.corpus import MAX_MATCH, SAMPLED, SEPARATOR, Corpus, count_followers, find_match
 from lp.draft.pool.last_step import LastStep, add_older_guess, logits_of_node, new_last_step, search_step
 from lp.draft.pool.model_ngrams import ModelNgrams
 from lp.draft.pool.tables import (
     GUESS,
     LOGITS,
+    MAX_CONTEXT,
     MAX_GUESS_ORDER,
     MAX_LOGITS_ORDER,
     MODEL,
@@ -66,10 +84,19 @@ MODEL_0 = NONE_0 + (len(ORDERS) + 1) * 5
 MODEL_NONE_0 = MODEL_0 + MAX_LOGITS_ORDER * 2 * 4 * GAPS  # of "none of them", where model n-grams vote
 TOGETHER_0 = MODEL_NONE_0 + MAX_LOGITS_ORDER * (MAX_LOGITS_ORDER + 1) * (len(ORDERS) + 1)
 # What kinds say together, by the level of each one's vote, as `feature_levels` has it; level 0 is no vote.
-TEXT_KIND, GUESS_KIND, LOGITS_KIND, MODEL_KIND = range(4)
-LEVELS = (4, 3, 5, 5)
+CORPUS_KIND, TEXT_KIND, GUESS_KIND, LOGITS_KIND, MODEL_KIND = range(5)
+LEVELS = (4, 4, 3, 5, 5)
 KINDS = len(LEVELS)
-FEATURES = TOGETHER_0 + math.prod(LEVELS)
+CORPUS_0 = TOGETHER_0 + math.prod(LEVELS)
+LENGTHS = (3, 4, 5, 7, 10, 16, 32)  # of a match, from which on it counts as longer
+ROWS = (2, 4, 10)  # of a match, from which on it counts as more
+SHARES = 6  # of its rows that have a follower, as `share_bucket` has it
+CORPUS_NONE_0 = CORPUS_0 + (len(LENGTHS) + 1) * (len(ROWS) + 1) * SHARES  # of "none of them", where a corpus votes
+FEATURES = CORPUS_NONE_0 + (len(LENGTHS) + 1) * (len(ROWS) + 1)
+# What is known of a match: which corpus has it, its length, and the place of its one row; -1 where it has several.
+MATCH_CORPUS, MATCH_LENGTH, MATCH_PLACE = range(3)
+MATCH = 3
+NOTHING_KNOWN = (0, MAX_MATCH, -1)  # of a context without its newest token
 LEARNING_RATE = 0.3  # of Adagrad
 FAR = 10.0  # logits this far behind the best get no vote
 
@@ -78,9 +105,15 @@ def feature_levels() -> np.ndarray:
     """What a vote counts for where kinds vote together, int64 (FEATURES,): kind + KINDS * level; 0 for nothing.
 
     Text n-grams have level 1, 2 or 3 for contexts of 1, of 2 to 3 and of more tokens; guesses 1 for their position
-    alone and 2 behind a context; logits and model n-grams 4, 3 and 2 for the three best tokens, 1 for the others.
+    alone and 2 behind a context; logits and model n-grams 4, 3 and 2 for the three best tokens, 1 for the others. A
+    corpus has level 1 for what fewer than half of a match's rows have, or a match of 2 or 3 tokens; else 2, and from 7
+    tokens on 3.
     """
     found = np.zeros(FEATURES, np.int64)
+    of_match, share = np.divmod(np.arange(CORPUS_NONE_0 - CORPUS_0), SHARES)
+    length = of_match // (len(ROWS) + 1)
+    level = np.where((share < 3) | (length < 2), 1, np.where(length < 4, 2, 3))
+    found[CORPUS_0:CORPUS_NONE_0] = CORPUS_KIND + KINDS * level
     for index, order in enumerate(ORDERS):
         begin = TEXT_0 + index * M * 6
         found[begin : begin + M * 6] = TEXT_KIND + KINDS * (1 if order == 1 else 2 if order <= 3 else 3)
@@ -104,6 +137,12 @@ class Predictor(NamedTuple):
     last_step: LastStep  # what is not in the tables yet
     model_ngrams: ModelNgrams  # which vote where they know a longer context than the logits
     temperature: float  # of the sampler, by which their logits are divided
+    num_corpora: int  # how many of the next are there
+    corpora: Any  # MAX_CORPORA times Corpus, of which the one with the longest match votes
+    match: Any  # int64 (MATCH,): what a corpus has of the context that was looked up last
+    before: Any  # int64 (MATCH,): what it has of the next context without its newest token
+    followers: Any  # int64 (SAMPLED,): of a match
+    follower_counts: Any  # int64 (SAMPLED,)
     votes: Any  # int64 (2 * most votes,): (token's index, feature)
     tokens: Any  # int64 (MAX_CHOICES,): voted for
     scores: Any  # float64 (MAX_CHOICES + 1,): then probabilities; the last is "none of them"
@@ -119,26 +158,34 @@ def new_predictor(
     noise: tuple[int, int] | None,
     model_ngrams: np.ndarray | None = None,
     temperature: float = 1.0,
+    corpora: Sequence[np.ndarray] = (),
 ) -> Predictor:
     """Predictions from K logits, from these kinds of memory, under the noise of a (seed, sequence) or none.
 
     Args:
         model_ngrams: a file's array; None: none.
         temperature: the sampler's temperature.
+        corpora: arrays of corpora's files.
     """
     of_model = ModelNgrams.of(model_ngrams)
-    votes = 2 * (len(ORDERS) * M + 5 * M + num_logits + of_model.num_logits + MAX_CHOICES + 1)
+    votes = 2 * (len(ORDERS) * M + 6 * M + num_logits + of_model.num_logits + MAX_CHOICES + 2)
     most_logits = max(num_logits, of_model.num_logits)
     return Predictor(
         sources=sources,
         noise_key=U64(sequence_key(*noise)) if noise else U64(0),
         noisy=noise is not None,
-        context=new_context(),
+        context=new_context(MAX_MATCH if corpora else MAX_CONTEXT),
         keys=compiled_zeros(NUM_CONTEXTS, "u8"),
         entries=compiled_zeros(NUM_CONTEXTS + 1, "i8"),
         last_step=new_last_step(0),
         model_ngrams=of_model,
         temperature=float(temperature),
+        num_corpora=len(corpora),
+        corpora=tuple(Corpus.of(corpora[index] if index < len(corpora) else None) for index in range(MAX_CORPORA)),
+        match=compiled_zeros(MATCH, "i8"),
+        before=compiled_ints(NOTHING_KNOWN),
+        followers=compiled_zeros(SAMPLED, "i8"),
+        follower_counts=compiled_zeros(SAMPLED, "i8"),
         votes=compiled_zeros(votes, "i8"),
         tokens=compiled_zeros(MAX_CHOICES, "i8"),
         scores=compiled_zeros(MAX_CHOICES + 1, "f8"),
@@ -266,6 +313,88 @@ def vote_text(tables, predictor, choices, votes):
             feature = TEXT_0 + ((index * M + rank) * 3 + count) * 2 + single
             choices, votes = vote(tables, predictor, choices, votes, (follower >> 32) - 1, feature)
     return matched, choices, votes
+
+
+@jit_called
+def search_corpora(corpora, num_corpora, recent, known, before, match, followers, counts):
+    """Find the longest run of the newest tokens that a corpus has, and count what followed it there.
+
+    Where the run without its newest token has one place, and that token followed there, it has this place too.
+
+    Args:
+        corpora: MAX_CORPORA times Corpus, of which the first `num_corpora` are searched.
+        recent: the newest tokens, the newest first, of which there are `known`.
+        before, match, followers, counts: fields of a Predictor, the last three of which get what is found.
+
+    Returns:
+        How many followers there are, 0 for no match, and how many rows of the match were counted.
+    """
+    most = min(before[MATCH_LENGTH] + 1, MAX_MATCH)
+    corpus, place = corpora[before[MATCH_CORPUS]], before[MATCH_PLACE]
+    newest = corpus.tokens + place + 1  # where the newest token is, if it followed
+    if place >= 0 and corpus.numbers[newest] == recent[0] and corpus.numbers[newest + 1] != SEPARATOR:
+        match[MATCH_CORPUS], match[MATCH_LENGTH], match[MATCH_PLACE] = before[MATCH_CORPUS], most, place + 1
+        followers[0], counts[0] = corpus.numbers[newest + 1], 1
+        return 1, 1
+    best, first, behind = 0, 0, 0
+    most = min(known, max(most, 2))
+    match[MATCH_CORPUS], match[MATCH_PLACE] = 0, -1
+    for index in range(num_corpora):
+        length, begin, end = find_match(corpora[index], recent, most)
+        if length > best:
+            best, first, behind = length, begin, end
+            match[MATCH_CORPUS] = index
+    match[MATCH_LENGTH] = best
+    if best == 0:
+        return 0, 0
+    corpus = corpora[match[MATCH_CORPUS]]
+    if behind - first == 1:
+        match[MATCH_PLACE] = corpus.numbers[corpus.rows + first]
+    return count_followers(corpus, first, behind, followers, counts)
+
+
+@jit
+def vote_corpora(tables, predictor, known, choices, votes):
+    """Votes of the corpus that has the longest run of the newest tokens, by its length, its rows and their shares.
+
+    Returns:
+        The feature of "none of them", -1 where no corpus has a match, and how many tokens and votes there are.
+    """
+    recent, before, match = predictor.context.tokens, predictor.before, predictor.match
+    followers, counts = predictor.followers, predictor.follower_counts
+    of = predictor.corpora
+    found, rows = search_corpora(of, predictor.num_corpora, recent, known, before, match, followers, counts)
+    if found == 0:
+        return -1, choices, votes
+    of_match = bucket_of(match[MATCH_LENGTH], LENGTHS) * (len(ROWS) + 1) + bucket_of(rows, ROWS)
+    for _ in range(min(found, M)):
+        most = 0
+        for index in range(found):
+            if counts[index] > counts[most]:
+                most = index
+        feature = CORPUS_0 + of_match * SHARES + share_bucket(counts[most], rows)
+        choices, votes = vote(tables, predictor, choices, votes, followers[most], feature)
+        counts[most] = 0
+    return CORPUS_NONE_0 + of_match, choices, votes
+
+
+@jit
+def bucket_of(value, limits):
+    """How many of these limits a value reaches."""
+    reached = 0
+    while reached < len(limits) and value >= limits[reached]:
+        reached += 1
+    return reached
+
+
+@jit
+def share_bucket(count, rows):
+    """Which of the SHARES: below 1/10, 1/4, 1/2, 4/5 of the rows, below all, all."""
+    if count == rows:
+        return 5
+    if 2 * count < rows:
+        return 0 if 10 * count < rows else 1 if 4 * count < rows else 2
+    return 3 if 5 * count < 4 * rows else 4
 
 
 @jit
@@ -404,6 +533,9 @@ def predict(tables, predictor, known, position):
             choices, votes = vote_followers(tables, predictor, choices, votes, entry, feature)
         if predictor.sources >> GUESS & 1:
             choices, votes = vote_guesses(tables, predictor, choices, votes, order, GUESS_0 + order * M)
+    corpus_none = -1
+    if predictor.num_corpora > 0:
+        corpus_none, choices, votes = vote_corpora(tables, predictor, known, choices, votes)
     votes = vote_together(tables, predictor, choices, votes)
     none = NONE_0 + matched * 5 + logits_order + 1
     if model_order > 0:
@@ -412,8 +544,14 @@ def predict(tables, predictor, known, position):
     predictor.votes[2 * votes] = choices
     predictor.votes[2 * votes + 1] = none
     predictor.scores[choices] = tables.weights[none]
+    votes += 1
+    if corpus_none >= 0:
+        predictor.votes[2 * votes] = choices
+        predictor.votes[2 * votes + 1] = corpus_none
+        predictor.scores[choices] += tables.weights[corpus_none]
+        votes += 1
     softmax(predictor.scores, choices + 1)
-    return choices, votes + 1
+    return choices, votes
 
 
 @jit

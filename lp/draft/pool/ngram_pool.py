@@ -40,6 +40,7 @@ class NGramPool(DraftSource):
         tables: what it remembers, new or of an earlier text.
         model_ngrams: the array of a file of `lp.draft.pool.model_ngrams`; None: none.
         temperature: the sampler's temperature.
+        corpora: arrays of files of `lp.draft.pool.corpus`.
     """
 
     divides = True
@@ -52,6 +53,7 @@ class NGramPool(DraftSource):
         tables: Tables,
         model_ngrams: np.ndarray | None = None,
         temperature: float = 1.0,
+        corpora: Sequence[np.ndarray] = (),
     ) -> None:
         self.config = config
         self.num_logits = len(tables.logits_tokens) // len(tables.logits_keys)
@@ -60,7 +62,7 @@ class NGramPool(DraftSource):
         sources = sum(1 << kind for kind, is_on in kinds.items() if is_on)
         noise = noise if parts.renoise else None
         model_ngrams = model_ngrams if self.num_logits else None
-        self._predictor = new_predictor(self.num_logits, sources, noise, model_ngrams, temperature)
+        self._predictor = new_predictor(self.num_logits, sources, noise, model_ngrams, temperature, corpora)
         self._last_step = self._predictor.last_step
         self._tables = tables
         tables.clock[0] += 1  # so that what the prompt leaves is newer than an empty entry

@@ -51,7 +51,7 @@ class Tables(NamedTuple):
 class Context(NamedTuple):
     """Room for the context of one look-up or update."""
 
-    tokens: Any  # int64 (MAX_CONTEXT,): the newest first
+    tokens: Any  # int64 (MAX_CONTEXT,), more where a corpus is looked up: the newest first
     hashes: Any  # uint64 (MAX_CONTEXT + 1,): of the newest 0, 1, 2, ... tokens
 
 
@@ -97,9 +97,9 @@ def _power_below(count: int) -> int:
     return 1 << max(count.bit_length() - 1, 2)
 
 
-def new_context() -> Context:
-    """Allocate room for a context: the last tokens of a text, and their hashes."""
-    return Context(compiled_zeros(MAX_CONTEXT, "i8"), compiled_zeros(MAX_CONTEXT + 1, "u8"))
+def new_context(longest: int = MAX_CONTEXT) -> Context:
+    """Allocate room for a context: the last tokens of a text, and hashes of at most MAX_CONTEXT of them."""
+    return Context(compiled_zeros(longest, "i8"), compiled_zeros(MAX_CONTEXT + 1, "u8"))
 
 
 # Entries and their keys.
@@ -155,7 +155,7 @@ def text_position(tables, position):
 @jit
 def fill_context(context, text, start, end):
     """Fill the context with the text from `start` up to `end`; returns how many tokens fitted."""
-    known = min(end - start, MAX_CONTEXT)
+    known = min(end - start, len(context.tokens))
     for back in range(known):
         context.tokens[back] = text[end - 1 - back]
     return known
@@ -163,9 +163,9 @@ def fill_context(context, text, start, end):
 
 @jit
 def hash_context(context, known):
-    """Hash the newest 1, 2, ... `known` tokens."""
+    """Hash the newest 1, 2, ... `known` tokens, MAX_CONTEXT at most."""
     value = context.hashes[0] = GOLDEN
-    for order in range(1, known + 1):
+    for order in range(1, min(known, MAX_CONTEXT) + 1):
         value = mix((value + U64(context.tokens[order - 1] + 1) * GOLDEN) & MASK)
         context.hashes[order] = value
 

@@ -1,0 +1,59 @@
+"""A source tree whose files are divided: some become a corpus, and texts go on at positions of the others."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from launch.data.source_files import source_files, text_of
+from lp.draft.pool.corpus_file import IndexedFile, Listing, new_file
+from lp.errors import UserError
+
+HELD_OUT = 0.25  # of the files
+BEFORE, BEHIND = 1600, 400  # most characters of a prompt, and those that its file has behind it at least
+FEWEST = 600  # characters of a prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """A tree's files, divided.
+
+    Attributes:
+        texts: contents of the files that are to be a corpus.
+        prompts: what stands before each position in the other files.
+    """
+
+    texts: list[str]
+    prompts: list[str]
+
+    @classmethod
+    def divided(cls, folder: Path, positions: int, seed: int = 0, ending: str = ".py") -> Tree:
+        """Divide the files of a folder; the seed draws which are held out, and the positions in them.
+
+        Raises:
+            UserError: the folder has no files that are long enough.
+        """
+        drawn = random.Random(seed)
+        paths = [folder / file.path for file in source_files(folder) if file.path.endswith(ending)]
+        texts = [text for path in paths if (text := text_of(path))]
+        drawn.shuffle(texts)
+        count = max(round(HELD_OUT * len(texts)), 1)
+        fitting = [text for text in texts[:count] if len(text) >= FEWEST + BEHIND]
+        if not fitting:
+            raise UserError(f"{str(folder)!r} has no {ending} files of {FEWEST + BEHIND} characters to hold out")
+        prompts = []
+        for _ in range(positions):
+            text = drawn.choice(fitting)
+            at = drawn.randint(FEWEST, len(text) - BEHIND)
+            prompts.append(text[max(at - BEFORE, 0) : at])
+        return cls(texts[count:], prompts)
+
+    def corpus(self, tokenizer: Any, vocabulary_size: int) -> np.ndarray:
+        """The corpus of the files that are not held out, as a file's array."""
+        tokens = [np.array(tokenizer(text, verbose=False)["input_ids"], np.int32) for text in self.texts]
+        files = [IndexedFile(str(index), 0, 0, len(text)) for index, text in enumerate(tokens)]
+        return new_file(vocabulary_size, tokens, Listing("", 0, files))
