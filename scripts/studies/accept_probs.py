@@ -3,7 +3,8 @@
     python scripts/tables.py accept_probs texts.jsonl --limit 10 --num-tokens 48
 
 Of every draft token whose parent was accepted: the probability that the pool gave it, and whether it was accepted.
-The texts are those of `tables.py texts`.
+Shares of few tokens are off by chance: "noise" is two standard errors of a share whose probabilities are right, and a
+line that is further off is marked. The texts are those of `tables.py texts`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -73,15 +74,42 @@ class RecordingDecoder(lp.LookaheadDecoder):
         return RecordingSource(super().source(request), self.outcomes)
 
 
-def deciles(outcomes: list[Outcome]) -> list[tuple[int, float, float]]:
-    """(count, mean prediction, share accepted) of every tenth of the predictions that has any."""
+class Decile(NamedTuple):
+    """The draft tokens whose predictions are in one tenth of 0 to 1.
+
+    Attributes:
+        tokens: how many.
+        predicted: their mean prediction.
+        accepted: the share of them that was accepted.
+        noise: two standard errors of that share, if the predictions are right.
+    """
+
+    tokens: int
+    predicted: float
+    accepted: float
+    noise: float
+
+    @property
+    def is_off(self) -> bool:
+        """Whether chance alone hardly explains the difference."""
+        return abs(self.accepted - self.predicted) > self.noise
+
+    def cells(self) -> tuple[str, ...]:
+        """Its line of the table."""
+        off = " *" if self.is_off else ""
+        return str(self.tokens), f"{self.predicted:.3f}", f"{self.accepted:.3f}{off}", f"{self.noise:.3f}"
+
+
+def deciles(outcomes: list[Outcome]) -> list[Decile]:
+    """Every tenth of the predictions that has any, the least likely first."""
     predicted, accepted = np.array(outcomes).T
     bins = np.minimum((predicted * BINS).astype(int), BINS - 1)
-    return [
-        (int((bins == b).sum()), float(predicted[bins == b].mean()), float(accepted[bins == b].mean()))
-        for b in range(BINS)
-        if (bins == b).any()
-    ]
+    found = []
+    for b in np.unique(bins):
+        own = predicted[bins == b]
+        noise = 2 * np.sqrt((own * (1 - own)).sum()) / len(own)
+        found.append(Decile(len(own), float(own.mean()), float(accepted[bins == b].mean()), float(noise)))
+    return found
 
 
 @dataclass(kw_only=True)
@@ -113,8 +141,6 @@ class AcceptProbs(TextStudy):
 
     def tables(self, results: list[Result]) -> Iterable[Table]:
         for temperature, of in sorted(grouped(results, "temperature").items()):
-            lines = [
-                (str(count), f"{predicted:.3f}", f"{share:.3f}")
-                for count, predicted, share in deciles([each for result in of for each in result["outcomes"]])
-            ]
-            yield Table(("draft tokens", "predicted", "accepted"), lines, f"T = {temperature:g}")
+            found = deciles([each for result in of for each in result["outcomes"]])
+            lines = [decile.cells() for decile in found]
+            yield Table(("draft tokens", "predicted", "accepted", "noise"), lines, f"T = {temperature:g}")

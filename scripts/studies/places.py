@@ -12,6 +12,7 @@ PLACES = {
     "exactness": "docs/experiments/exactness.md",
     "first_contact": "docs/experiments/budget.md",
     "first_token": "docs/experiments/batches.md",
+    "given_times": "docs/experiments/budget.md",
     "gpu": "scripts/gpu_check.sh",
     "grammar": "docs/experiments/serving.md",
     "hybrid_steps": "docs/experiments/step-time.md",

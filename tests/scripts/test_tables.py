@@ -21,8 +21,20 @@ import pytest
 import lp
 from launch.bench import machine
 from lp.draft.share import step_tokens
+from lp.errors import UserError
 from scripts import studies
-from scripts.studies import docstring, grammar, main, prediction, shares, shares_compression, study_of, table_names
+from scripts.studies import (
+    accept_probs,
+    docstring,
+    given_times,
+    grammar,
+    main,
+    prediction,
+    shares,
+    shares_compression,
+    study_of,
+    table_names,
+)
 from scripts.studies.harness import Method, Result, Row, Study, Table, grouped, option, spread, total
 from scripts.studies.parts.replay import load_texts
 from scripts.studies.places import PLACES
@@ -211,9 +223,18 @@ def test_tables_of_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "| method | tiny, T = 0 | host, us |" in capsys.readouterr().out
 
     main(["accept_probs", str(texts), "--num-tokens", "8", "--max-new-tokens", "6"])
-    assert "| draft tokens | predicted | accepted |" in capsys.readouterr().out
+    assert "| draft tokens | predicted | accepted | noise |" in capsys.readouterr().out
     main(["pool_session", str(texts), "--task", "tiny", "--past", "0", "--temperatures", "0", "--num-tokens", "8"])
     assert "| past requests | 0 |" in capsys.readouterr().out
+
+
+def test_few_draft_tokens_do_not_look_like_wrong_probabilities() -> None:
+    """A share of 25 tokens, off by a sixth, was taken for a fault of the probabilities."""
+    of_few, of_many = ([(0.5, index % 3 < 2) for index in range(count)] for count in (25, 2500))
+    (few,), (many,) = accept_probs.deciles(of_few), accept_probs.deciles(of_many)
+    assert few.accepted == pytest.approx(0.68) and few.noise == pytest.approx(2 * (0.25 / 25) ** 0.5)
+    assert not few.is_off and many.is_off and many.noise == pytest.approx(few.noise / 10)
+    assert [decile.tokens for decile in accept_probs.deciles([(0.05, False), (1.0, True), (0.95, True)])] == [1, 2]
 
 
 def test_tables_of_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -236,11 +257,34 @@ def test_tables_of_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         assert "has no results of these settings, and none were measured" in capsys.readouterr().err
     main([*args, *same])
     assert capsys.readouterr().out.count("| method | tiny |") == 1
+    given = ["given_times", "--tasks", str(prompts), "--max-new-tokens", "4", "--fixed", "0,2,3,3"]
+    main([*given, "--clock", "1:1", "8:2", "--temperatures", "0"])
+    printed = capsys.readouterr().out
+    assert "| set | T | method | S | tokens a step | plain steps | x plain | least |" in printed
+    assert [line.split(" | ")[2] for line in printed.splitlines() if line.startswith("| tiny |")] == [
+        "adaptive",
+        "W=0 N=2 G=3 depth=3",
+    ]
     args = ["scaling_law", str(tmp_path / "law.jsonl"), str(tmp_path / "law.png"), "--task", str(prompts)]
     for _ in range(2):
         main([*args, "--ngrams", "3", "--widths", "1", "2", "--guesses", "4", "--max-new-tokens", "4"])
     assert len((tmp_path / "law.jsonl").read_text().splitlines()) == 3 and (tmp_path / "law.png").exists()
     assert "ours G=4" in capsys.readouterr().out
+
+
+def test_steps_by_a_given_clock() -> None:
+    """A plain step counts as one, one that drafts by its tokens: its own seconds are those of another machine."""
+    times = given_times.step_times(["1:2", "5:4"], 1.5)
+    assert (times.num_tokens, times.seconds, times.plain_s) == ((1, 5), (2.0, 4.0), 1.5)
+    assert given_times.step_times(["1:2"], None).plain_s == 2.0
+    steps = [
+        lp.StepStats(num_tokens, 0, 0, 9.0, 9.0, 9.0, 0, idle=idle)
+        for num_tokens, idle in ((1, True), (1, False), (3, False))
+    ]
+    assert given_times.taken_s(steps, times) == 1.5 + 2 + 3
+    for wrong in (["2:1"], ["1"], ["1:x"], []):
+        with pytest.raises(UserError, match="--clock"):
+            given_times.step_times(wrong, None)
 
 
 def test_a_table_of_grammars(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
