@@ -39,17 +39,17 @@ class Corpora(TextStudy):
 
     folder: Path = option(help="a source tree")
     positions: int = option(20)
-    draw: int = option(0, "seed of the files that are held out, and of the positions")
+    seed: int = option(0, "of the draw of files that are held out, and of the positions")
     temperatures: list[float] = option([0.0, 0.2])
     budget: int = option(48, "most tokens a step")
     max_new_tokens: int = option(48)
     cost: bool = option(False, "compare seconds beside a corpus that never matches")
-    SHARED = (*TextStudy.SHARED, "positions", "draw", "budget", "cost")
+    SHARED = (*TextStudy.SHARED, "positions", "seed", "budget", "cost")
 
     @cached_property
     def tree(self) -> Tree:
         """The files, divided, and the positions."""
-        return Tree.divided(self.folder, self.positions, self.draw)
+        return Tree.divided(self.folder, self.positions, self.seed)
 
     def shared(self) -> Result:
         return super().shared() | {"folder": self.folder.name}
@@ -92,7 +92,7 @@ class Corpora(TextStudy):
     def pair(self) -> dict[str, lp.Decoder]:
         """Decoders of the default config without a corpus and beside one that never matches, warm."""
         beside = lp.LookaheadDecoder(self.loaded.model, lp.LookaheadConfig(corpora=[self.elsewhere]))
-        decoders = {WITHOUT: lp.LookaheadDecoder(self.loaded.model), WITH: beside}
+        decoders: dict[str, lp.Decoder] = {WITHOUT: lp.LookaheadDecoder(self.loaded.model), WITH: beside}
         for decoder in decoders.values():
             decoder.generate([1, 2, 3], 4)
         return decoders
@@ -122,9 +122,9 @@ class Corpora(TextStudy):
                     f"{compression(by[WITH]) / compression(by[WITHOUT]):.3f} [{low:.3f}, {high:.3f}]",
                 )
             )
-        heads = ("T", "positions", "S without, at step tokens", "S with the corpus", "ratio")
+        columns = ("T", "positions", "S without, at step tokens", "S with the corpus", "ratio")
         tokens = cache(lambda: sum(len(self.ids(text)) for text in self.tree.texts))
-        yield Table(heads, lines, note=f"Corpus: {len(self.tree.texts)} files, {tokens():,} tokens.")
+        yield Table(columns, lines, note=f"Corpus: {len(self.tree.texts)} files, {tokens():,} tokens.")
 
 
 def ratio_interval(upper: Sequence[Result], lower: Sequence[Result]) -> tuple[float, float]:

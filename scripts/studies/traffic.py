@@ -49,7 +49,7 @@ class Traffic:
 
     @property
     def cached_tokens(self) -> int:
-        """Of a text that is half done."""
+        """Tokens in the cache of a text that is half done."""
         return self.prompt_tokens + self.new_tokens // 2
 
 
@@ -59,7 +59,7 @@ class Serving(Split):
 
     Args:
         servers: how many there are.
-        texts: that each has under way.
+        texts: how many each server has under way.
         decoding: share of its time in which prompts are not read.
     """
 

@@ -237,7 +237,7 @@ class Crashing(Fake):
 
 
 def test_a_crash_is_no_fault_of_all_that_are_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a hundred requests under way two bring the server down: these are named, and the others are answered."""
+    """Two of a hundred requests under way bring the server down: these are named, and the others are answered."""
     monkeypatch.setattr(places, "MOST_REST_S", 0.01)
     rest = Server._rest
     monkeypatch.setattr(Server, "_rest", lambda self, seconds: rest(self, 0.01))
