@@ -29,7 +29,7 @@ case "${1:-}" in
 esac
 case "$app" in
   launch.generate | launch.chat | launch.serve | launch.batch | launch.benchmark | launch.scaling | launch.profile | \
-    launch.tune | launch.ngrams | launch.doctor)
+    launch.tune | launch.ngrams | launch.corpus | launch.doctor)
     module=(launch.cli "${app#launch.}")
     ;;
   launch.*) module=() ;; # no app of ours
@@ -46,13 +46,14 @@ if [ ${#module[@]} = 0 ] || { [ "${module[0]}" != launch.cli ] && [ ! -f "$root/
   launch.profile     show where the time of a step goes
   launch.tune        find the fastest W, N, G on this machine
   launch.ngrams      measure what a model writes behind 1 to 3 tokens, for the pool
+  launch.corpus      make an index of a folder's files, from which the pool drafts
   launch.doctor      say what this machine, and a model on it, can do, and why not
 To continue a text: bash torchrun.sh launch.generate TEXT"
 fi
 
 case "$app" in launch.serve | launch.batch) setup serve,grammar ;; *) setup ;; esac
 
-case "$app" in launch.ngrams | launch.doctor) NPROC=1 NNODES=1 MAX_RESTARTS=0 ;; esac # tools of one process
+case "$app" in launch.ngrams | launch.corpus | launch.doctor) NPROC=1 NNODES=1 MAX_RESTARTS=0 ;; esac # tools of one process
 nproc=${NPROC:-} nnodes=${NNODES:-1}
 if [ -z "$nproc" ]; then
   nproc=1
