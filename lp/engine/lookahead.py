@@ -188,7 +188,7 @@ class LookaheadDecoder(BatchDecoder):
         asked = {item.name: getattr(self.settings, item.name) for item in fields(self.settings)}
         asked |= {"max_new_tokens": request.max_new_tokens, **request.stopping.settings, **request.sampler.settings}
         asked |= {"exact": str(self.exact), "context limit": request.limit, "step time table": self.step_times}
-        asked["step tokens"] = self.span
+        asked |= {"step tokens": self.span}  # of which `exact=bitwise` may allow fewer on one device than on another
         if self.exact == Exact.BITWISE and self.model.device.type == "cpu":
             asked["threads"] = torch.get_num_threads()
         digests = {name: text_digest(repr(value)) for name, value in asked.items()}

@@ -5,6 +5,7 @@ B: tokens of a step's bucket, C: capacity of a cache in slots, V: vocabulary siz
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import FunctionType
@@ -36,6 +37,7 @@ from lp.models.releases import CACHE_NAMES
 from lp.models.tree_pass import TreePass
 from lp.parallel.replica import Replica
 
+logger = logging.getLogger(__name__)
 CAPACITY_UNIT = 256  # capacities are multiples of it, so that prompts of like lengths share captured steps
 GROWTH = 1.5  # the least factor between capacities, or a text a little longer each time would be captured each time
 MOVES = 64  # M of one sequence; longer paths are moved before the step
@@ -123,6 +125,7 @@ class CapturedSteps:
         self._caches: list[StaticKVCache] = []  # by capacity, ascending
         self._steps: dict[tuple[int, int], CapturedStep] = {}  # by C and B
         self._prompts: Counter[int] = Counter()  # chunks of prompts for which there was no step, by B
+        self._prompts_given_up = False
         self._in_flight: torch.cuda.Event | None = None  # behind a step that nothing has waited for
         fused = isinstance(model, FusedModel) and mode is Capture.GRAPH
         self.kernels = model.choose_kernels(self.replica, may_round) if fused else NO_KERNELS
@@ -172,15 +175,23 @@ class CapturedSteps:
         """Whether a chunk of so many tokens of a prompt is to be a captured step: once such chunks have come often.
 
         A host takes some 15 ms to launch the kernels of 30 layers one by one, and a GPU a tenth of that to run them.
+        Where there is no step for it and none can be captured, prompts are not tried again: they need no step.
         """
         assert self.cache is not None
-        if num_tokens > min(LONGEST_PROMPT, self.buckets[-1]) or self.mode is Capture.OFF or self.recurrent:
+        if self.mode is not Capture.GRAPH or self.recurrent or num_tokens > min(LONGEST_PROMPT, self.buckets[-1]):
             return False
         bucket = bucket_of(num_tokens, self.buckets)
         if (self.cache.capacity, bucket) in self._steps:
             return True
         self._prompts[bucket] += 1
-        return self._prompts[bucket] > UNCAPTURED
+        if self._prompts[bucket] <= UNCAPTURED or self._prompts_given_up:
+            return False
+        try:
+            self.step_of(num_tokens)
+        except (CaptureFailed, torch.OutOfMemoryError) as error:
+            logger.warning("prompts are not captured: %s", error)
+            self._prompts_given_up = True
+        return not self._prompts_given_up
 
     def run_unread(self, step: CapturedStep) -> torch.Tensor:
         """Run a staged step of which no message is read, so that the host may be ahead of it: its logits (B, V)."""

@@ -8,11 +8,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 import lp
 from lp.models import captured_steps
-from lp.models.captured_step import CapturedStep
+from lp.models.captured_step import BlockShape, CapturedStep
 from lp.models.captured_steps import CapturedSteps
+from lp.models.graph_recorder import CaptureFailed
+from lp.models.kv_cache import StaticKVCache
 from tests.support.simulated_cuda import SimulatedCuda
 from tests.support.simulated_cuda.counts import SAMPLING, captured_decoder, most, row, steps_of
 from tests.support.simulated_cuda.events import LAUNCH, Events
@@ -73,3 +76,26 @@ def test_prompts_that_come_often_are_captured(gpu: SimulatedCuda) -> None:
         launches.append(until_the_first_token(gpu, decoder, ids).total(LAUNCH))
         assert decoder.generate(ids, 6, eos_token_id=()).tokens == alone.generate(ids, 6, eos_token_id=()).tokens
     assert min(launches[:4]) > 60 and launches[-1] < 20, launches
+
+
+@pytest.mark.parametrize("error", [CaptureFailed, torch.OutOfMemoryError])
+def test_a_prompt_that_cannot_be_captured(
+    error: type[Exception], gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It needs no captured step: neither the text nor the captured steps of all others may be lost by it."""
+    decoder = captured_decoder()
+    alone = lp.AutoregressiveDecoder(decoder.model)
+    capture = CapturedSteps.capture
+
+    def full(self: CapturedSteps, cache: StaticKVCache, shape: BlockShape) -> CapturedStep:
+        if shape.bucket > 64:
+            raise error("no room")
+        return capture(self, cache, shape)
+
+    monkeypatch.setattr(CapturedSteps, "capture", full)
+    monkeypatch.setattr(captured_steps, "UNCAPTURED", 0)
+    ids = [token % 61 for token in range(90)]
+    for _ in range(2):
+        assert decoder.generate(ids, 6, eos_token_id=()).tokens == alone.generate(ids, 6, eos_token_id=()).tokens
+    captured = decoder.runner.captured
+    assert captured is not None and captured._prompts_given_up
