@@ -211,6 +211,7 @@ class LookaheadDecoder(BatchDecoder):
             self._step_times.update()
 
     def begin(self, request: Request, texts: int = 1) -> Beginning:
+        check_step_tokens(self.runner, self.span)  # of `exact=bitwise`, under other threads or weights than before
         source = self.source(request)
         budget = self.budget(source, request.sampler.full_vocabulary_temperature, texts)
         if request.prediction:

@@ -18,11 +18,23 @@ from pathlib import Path
 from typing import Any
 
 import lp
-from launch.data.prompts import load_jsonl
 from lp.budget.step_times import StepTimes
 from lp.errors import UserError
 
-from .harness import Method, Result, Row, Table, TextStudy, compression, counts, grouped, option, step_tokens, total
+from .harness import (
+    Method,
+    Result,
+    Row,
+    Table,
+    TextStudy,
+    compression,
+    counts,
+    grouped,
+    option,
+    step_tokens,
+    task_rows,
+    total,
+)
 
 ADAPTIVE = "adaptive"
 HEADS = ("set", "T", "method", "S", "tokens a step", "plain steps", "x plain", "least")
@@ -67,12 +79,7 @@ class GivenTimes(TextStudy):
     SHARED = (*TextStudy.SHARED, "clock", "plain")
 
     def rows(self) -> Iterable[Row]:
-        if not self.tasks:
-            raise UserError("nothing to decode; give --tasks")
-        for task in self.tasks:
-            for index, prompt in enumerate(load_jsonl(task, self.limit)):
-                for temperature in self.temperatures:
-                    yield Row({"task": task.stem, "temperature": temperature, "index": index}, prompt.text)
+        return task_rows(self.tasks, self.limit, self.temperatures, "--tasks")
 
     def methods(self) -> Mapping[str, Method]:
         times = step_times(self.clock, self.plain)

@@ -78,6 +78,20 @@ class Table(NamedTuple):
         return f"{above}{markdown(self.heads, self.lines)}{behind}"
 
 
+def task_rows(tasks: Sequence[Path], limit: int | None, temperatures: Sequence[float], option: str) -> Iterator[Row]:
+    """A row for each of the first `limit` prompts of every task at each temperature; the item is the prompt's text.
+
+    Raises:
+        UserError: there is no task; names the option.
+    """
+    if not tasks:
+        raise UserError(f"no task is given; give {option}")
+    for task in tasks:
+        for index, prompt in enumerate(load_jsonl(task, limit)):
+            for temperature in temperatures:
+                yield Row({"task": task.stem, "index": index, "temperature": temperature}, prompt.text)
+
+
 Method = Callable[[Row], Result | None]  # None: it has nothing to measure on this row
 
 

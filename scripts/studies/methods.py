@@ -21,12 +21,10 @@ import torch
 
 import lp
 from launch.config.builders import ORACLE, PLAIN
-from launch.data.prompts import load_jsonl
 from lp.digest import chain_digest
-from lp.errors import UserError
 from lp.optional import is_installed
 
-from .harness import Method, Result, Row, Table, TextStudy, grouped, option, ratios, spread, total, values
+from .harness import Method, Result, Row, Table, TextStudy, grouped, option, ratios, spread, task_rows, total, values
 
 DEFAULT = "adaptive"
 WARM_IDS = [*range(50, 90)]
@@ -47,14 +45,7 @@ class Methods(TextStudy):
 
     def rows(self) -> Iterable[Row]:
         """Tasks and temperatures in turn."""
-        if not self.tasks:
-            raise UserError("nothing to measure or to print; give --tasks")
-        rows = [
-            Row({"task": task.stem, "index": index, "temperature": temperature}, prompt.text)
-            for task in self.tasks
-            for index, prompt in enumerate(load_jsonl(task, self.limit))
-            for temperature in self.temperatures
-        ]
+        rows = task_rows(self.tasks, self.limit, self.temperatures, "--tasks")
         return sorted(rows, key=lambda row: row.key["index"])
 
     def methods(self) -> Mapping[str, Method]:

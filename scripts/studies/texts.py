@@ -14,10 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import lp
-from launch.data.prompts import load_jsonl
-from lp.errors import UserError
 
-from .harness import Method, Result, Row, Table, TextStudy, grouped, option
+from .harness import Method, Result, Row, Table, TextStudy, grouped, option, task_rows
 
 
 @dataclass(kw_only=True)
@@ -31,12 +29,7 @@ class Texts(TextStudy):
     SHARED = ()
 
     def rows(self) -> Iterable[Row]:
-        if not self.task:
-            raise UserError("nothing to write; give --task")
-        for task in self.task:
-            for index, prompt in enumerate(load_jsonl(task, self.limit)):
-                for temperature in self.temperatures:
-                    yield Row({"task": task.stem, "index": index, "temperature": temperature}, prompt.text)
+        return task_rows(self.task, self.limit, self.temperatures, "--task")
 
     def methods(self) -> Mapping[str, Method]:
         write = self.decodes(lp.AutoregressiveDecoder, result=lambda output, row: {"tokens": output.tokens})

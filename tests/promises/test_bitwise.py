@@ -16,7 +16,7 @@ from lp.attention.by_position import attention_by_position
 from lp.attention.key_places import DEPTH, TAIL, key_places
 from lp.draft.layout import ancestors
 from lp.errors import RankLost, UserError
-from lp.models import equal_widths, experts_by_row
+from lp.models import bitwise, equal_widths, experts_by_row
 from lp.models.runner import ModelRunner
 from lp.models.tree_pass import TreePass
 from lp.parallel.context import ParallelContext
@@ -280,6 +280,15 @@ def test_an_adaptive_step_keeps_within_the_widths(monkeypatch: pytest.MonkeyPatc
     assert found.tokens == expected.tokens and torch.equal(found.logits, expected.logits)
     with pytest.raises(ValueError, match="passes have up to 64 tokens here, and a step of this config has 120"):
         lp.LookaheadDecoder(model, lp.LookaheadConfig(window_size=16), exact="bitwise")
+
+
+def test_fewer_widths_than_when_the_decoder_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With other threads fewer may agree: a step that no pass has room for ended a text without a word."""
+    decoder = lp.LookaheadDecoder(tiny_model("llama"), lp.LookaheadConfig(window_size=16), exact="bitwise")
+    monkeypatch.setattr(bitwise, "equal_widths", lambda runner: (8, 64))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    with pytest.raises(ValueError, match="passes have up to 64 tokens here, and a step of this config has 120"):
+        decoder.generate([1, 2, 3], 4)
 
 
 @pytest.mark.parametrize("arch", ["mixtral", "deepseek_v3"])

@@ -95,7 +95,7 @@ def test_a_study_has_a_place_that_names_it(name: str) -> None:
 def test_user_errors_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for args, message in (
         (["nothing"], "invalid choice: 'nothing'"),
-        (["methods", str(tmp_path / "none.jsonl")], "nothing to measure or to print; give --tasks"),
+        (["methods", str(tmp_path / "none.jsonl")], "no task is given; give --tasks"),
         (["link"], "one rank has no other to gather from"),
         (["shares_compression", "--window", "9", "--budget", "8"], "--budget 8 has no room for --window 9"),
         (["batches", "--prompt-tokens", "9999"], "0 prompts have 9999 tokens, but --texts is 8; give a larger --task"),
