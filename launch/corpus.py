@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> None:
     total = sum(map(len, texts))
     if not total:
         raise UserError(f"{str(args.folder)!r} has no text to read (left out: {left_out}); give another folder")
-    if reused == len(texts) == len(before):
+    if reused == len(texts) == len(before) and mapped(path)[1] == vocabulary_size:
         print(f"{path}: as it was, {total:,} tokens of {len(texts):,} files")
         return
     with waiting(f"sorting {total:,} tokens"):

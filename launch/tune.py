@@ -156,6 +156,7 @@ def _write(folder: Path, found: dict[str, Any], tried: list[SettingResult]) -> N
         "defaults:\n  - override /decoder: lookahead\n\n"
         f"W: {best.window_size}\nN: {best.ngram_size}\nG: {best.guess_set_size}\n"
         f"pool:\n  mib: {best.pool_mib}\n  model_ngrams: {json.dumps(best.pool_model_ngrams)}\n"
+        f"  corpora: {json.dumps(list(best.corpora))}\n"
         f"decoder:\n  draft_depth: {best.draft_depth}\n",
         encoding="utf-8",
     )

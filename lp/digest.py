@@ -13,7 +13,7 @@ def chain_digest(previous: int, *parts: Sequence[int] | np.ndarray) -> int:
     hasher = hashlib.blake2b(previous.to_bytes(8, "little"), digest_size=8)
     for part in parts:
         hasher.update(len(part).to_bytes(4, "little"))
-        hasher.update(np.asarray(part, dtype="<i8").tobytes())
+        hasher.update(np.ascontiguousarray(part, dtype="<i8").data)
     return int.from_bytes(hasher.digest(), "little") >> 1
 
 

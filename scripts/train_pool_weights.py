@@ -287,7 +287,7 @@ def main() -> None:
         for number, (name, file) in enumerate(zip(args.model, ngrams, strict=True))
     ]
     shipped = _shipped_weights()["weights"]
-    fixed = of_no_corpus() if tree else None
+    fixed = of_no_corpus() if tree else ~of_no_corpus()
     weights = fit(losses, shipped, args.ridge, fixed)
     for number, (name, loss) in enumerate(zip(args.model, losses, strict=True)):
         others = losses[:number] + losses[number + 1 :]
@@ -295,9 +295,7 @@ def main() -> None:
         before, now, without = (float(loss(torch.from_numpy(each))) for each in (shipped, weights, of_others))
         print(f"{name}: {loss.count} tokens, loss {before:.4f} -> {now:.4f}; learned on the others alone {without:.4f}")
     squares = np.mean([loss.squares(torch.from_numpy(weights)) for loss in losses], axis=0)
-    learned = slice(None) if fixed is None else ~fixed
-    kept = _shipped_weights()["squares"].copy()
-    kept[learned] = squares[learned]
+    kept = np.where(fixed, _shipped_weights()["squares"], squares)
     save_file({"weights": weights, "squares": kept}, args.output)
     print(f"{np.count_nonzero(weights)} of {FEATURES} weights learned; {args.output}")
 

@@ -6,7 +6,7 @@ import subprocess
 import tempfile
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lp.errors import UserError
@@ -32,6 +32,8 @@ class SourceFile:
 def source_files(folder: Path) -> list[SourceFile]:
     """The files in a folder and those below it, by path; without those that .gitignore leaves out, and links.
 
+    Repositories in it, submodules among them, are listed each by its own .gitignore.
+
     Raises:
         ValueError: no such folder.
     """
@@ -40,7 +42,11 @@ def source_files(folder: Path) -> list[SourceFile]:
     found = []
     for path in sorted(set(_paths(folder))):
         place = folder / path
-        if place.is_file() and not place.is_symlink():
+        if place.is_symlink():
+            continue
+        if place.is_dir():  # git names a repository in another one, and not its files
+            found += [replace(file, path=str(Path(path) / file.path)) for file in source_files(place)]
+        elif place.is_file():
             state = place.stat()
             found.append(SourceFile(path, state.st_size, state.st_mtime_ns))
     return found
@@ -69,7 +75,7 @@ def _paths(folder: Path) -> Iterator[str]:
                 ran = subprocess.run([*git, *place, *listing], capture_output=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
         warnings.warn(f"git did not list the files of {folder} ({error}): .gitignore is not read", stacklevel=4)
-        files = (path.relative_to(folder) for path in folder.rglob("*"))
+        files = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
         yield from (str(path) for path in files if not any(part.startswith(".") for part in path.parts))
         return
     yield from ran.stdout.decode(errors="surrogateescape").split("\0")[:-1]

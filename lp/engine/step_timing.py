@@ -188,7 +188,9 @@ def _prior(runner: ModelRunner, config: LookaheadConfig, context: ParallelContex
 def step_times_file(runner: ModelRunner, config: LookaheadConfig, context: ParallelContext) -> StepTimesFile:
     """Where the step times of a decoder with these parts are kept."""
     model = runner.model
-    config_without_pool = replace(config, pool_scope=PoolScope.REQUEST, pool_file=None, pool_model_ngrams="off")
+    config_without_pool = replace(
+        config, pool_scope=PoolScope.REQUEST, pool_file=None, pool_model_ngrams="off", corpora=()
+    )
     key_parts = (
         model.config.to_json_string(),
         str(model.dtype),

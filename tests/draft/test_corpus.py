@@ -12,7 +12,7 @@ import pytest
 
 from lp.compiled import compiled_ints, compiled_zeros
 from lp.draft.pool.corpus import MAX_MATCH, SAMPLED, Corpus, count_followers, find_match
-from lp.draft.pool.corpus_file import IndexedFile, Listing, contents_of, new_file, read_file
+from lp.draft.pool.corpus_file import IndexedFile, Listing, contents_of, digest_of, new_file, read_file
 from lp.draft.pool.model_ngrams import write_file
 from lp.errors import UserError
 from tests.support.corpora import corpus_of
@@ -121,10 +121,14 @@ def test_what_was_indexed_is_given_back(tmp_path: Path) -> None:
     assert found[0] == Listing("folder", 7, [IndexedFile(f"{i}.py", 10 * i, i, len(t)) for i, t in enumerate(texts)])
 
 
-def test_the_same_files_make_the_same_bytes() -> None:
+def test_the_same_files_have_the_same_digest() -> None:
     """Ranks of several machines compare digests of corpora that each machine may have built for itself."""
-    texts = [[1, 2] * 30, [2, 1] * 30]
-    assert corpus_of(texts, 5).tobytes() == corpus_of(texts, 5).tobytes()
+    texts = [np.array(text, np.int32) for text in ([1, 2] * 30, [2, 1] * 30)]
+    one, other = (
+        new_file(5, texts, Listing(folder, 0, [IndexedFile("a", 60, at, 60), IndexedFile("b", 60, at, 60)]))
+        for folder, at in (("/home/one", 1), ("/srv/another", 22))
+    )
+    assert digest_of(one) == digest_of(other) != digest_of(new_file(6, texts, Listing("/home/one", 0, [])))
 
 
 def test_a_corpus_is_small() -> None:

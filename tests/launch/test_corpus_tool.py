@@ -117,6 +117,29 @@ def test_a_damaged_corpus_is_built_anew_and_another_file_is_kept(
     assert own.read_text() == "precious" and "own.py' can't be read" in capsys.readouterr().err
 
 
+def test_a_model_of_more_tokens_gets_a_corpus_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models of one family share a tokenizer and differ in V: the model refused the corpus, and building it did nothing."""
+    folder, path = tmp_path / "tree", tmp_path / "x.corpus"
+    write(folder, {"a.py": "a = 1\n"})
+    first = built(folder, path)
+    tokenizer, size = load_tokenizer("demo")
+    monkeypatch.setattr(launch.corpus, "load_tokenizer", lambda name: (tokenizer, size + 64))
+    assert built(folder, path) == first and mapped(path)[1] == size + 64
+
+
+def test_repositories_within_a_folder(tmp_path: Path) -> None:
+    """git names a repository in another one, and none of its files: a folder of projects would have no text."""
+    write(tmp_path, {"one/a.py": "", "two/deep/b.py": "", "two/.gitignore": "c.py", "two/c.py": "", "top.py": ""})
+    for name in ("one", "two"):
+        subprocess.run(["git", "init", "-q", str(tmp_path / name)], check=True)
+    assert {file.path for file in source_files(tmp_path)} == {
+        "one/a.py",
+        "two/deep/b.py",
+        "two/.gitignore",
+        "top.py",
+    }
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

@@ -89,7 +89,10 @@ def test_the_pool_is_the_users(
     tried = json.loads((tmp_path / "tune.json").read_text())["settings"]
     pools = [(each["config"]["pool_mib"], each["config"]["pool_model_ngrams"]) for each in tried if each["config"]]
     assert set(pools) == {(3, "off")} and (built[0].pool_mib, built[0].pool_model_ngrams) == (3, "off")
-    assert 'pool:\n  mib: 3\n  model_ngrams: "off"\n' in (tmp_path / "experiment" / "tuned.yaml").read_text()
+    assert (
+        'pool:\n  mib: 3\n  model_ngrams: "off"\n  corpora: []\n'
+        in (tmp_path / "experiment" / "tuned.yaml").read_text()
+    )
     for pool, said in (("pool.scope=session", "pool.scope is 'session'"), ("pool.mib=0", "pool_mib is 0")):
         ran = start_app(tune, "tune", "model.name=./none", pool)
         assert (ran.code, ran.err.count("error: ")) == (2, 1) and said in ran.err

@@ -211,12 +211,14 @@ def test_a_corpus_that_somebody_made_by_hand(tmp_path: Path) -> None:
         (at.tokens + 2, 5),
         (at.rows, 0),
         (at.rows + 1, 99),
+        (at.rows, 4),  # nothing follows there
+        (at.rows, 1),  # nothing is before it
     ]
     changes += [(at.firsts, 1), (at.firsts + 2, 9), (at.pairs - 1, 99), (at.starts, 1), (at.listing - 1, 99)]
     for place, number in changes:
         file = whole.copy()
         file.view(np.int32)[place] = number
-        file[6] = chain_digest(0, file[:6], file[HEADER:])
+        file[7] = chain_digest(0, file[:7], file[HEADER:])
         write_file(file, path)
         with pytest.raises(UserError, match="corpus' is damaged"):
             read_corpus(str(path), 5)

@@ -21,7 +21,7 @@ from lp.compiled import compiled_array, jit
 MAX_MATCH = 32  # tokens of the longest match
 SAMPLED = 32  # rows of a match of which the followers are counted; more are counted in part, evenly spread
 SEPARATOR = -1
-HEADER = 7  # int64 numbers: a mark, V, n, r, d, bytes of JSON, digest of all the others
+HEADER = 8  # int64 numbers: a mark, V, n, r, d, bytes of JSON, digest of what look-ups read, digest of all the others
 
 
 class Corpus(NamedTuple):
@@ -58,7 +58,7 @@ class Places(NamedTuple):
 
 
 def places_of(file: np.ndarray) -> Places:
-    _, vocabulary, tokens, rows, pairs, listing_bytes, _ = file[:HEADER].tolist()
+    _, vocabulary, tokens, rows, pairs, listing_bytes, *_ = file[:HEADER].tolist()
     sizes = [2 * HEADER, tokens, rows, vocabulary + 1, pairs, pairs + 1, -(-listing_bytes // 4)]
     return Places(*np.cumsum(sizes).tolist())
 

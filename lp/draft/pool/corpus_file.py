@@ -85,12 +85,17 @@ def new_file(vocabulary_size: int, texts: Sequence[np.ndarray], listing: Listing
     starts = np.flatnonzero(begins)
     firsts = np.searchsorted(newest[starts], np.arange(vocabulary_size + 1))
     written = json.dumps(asdict(listing)).encode()
-    header = np.array([MARK, vocabulary_size, count, len(rows), len(starts), len(written), 0])
+    header = np.array([MARK, vocabulary_size, count, len(rows), len(starts), len(written), 0, 0])
     parts = [tokens, rows, firsts, older[starts], np.append(starts, len(rows))]
-    data = b"".join(part.astype("<i4").tobytes() for part in parts) + written
-    contents = np.frombuffer(data + bytes(-len(data) % 8), "<i8")
-    header[6] = chain_digest(0, header[:6], contents)
+    index = b"".join(part.astype("<i4").tobytes() for part in parts)
+    header[6] = chain_digest(0, header[1:5], _numbers(index))
+    contents = _numbers(index + written)
+    header[7] = chain_digest(0, header[:7], contents)
     return np.concatenate([header, contents])
+
+
+def _numbers(data: bytes) -> np.ndarray:
+    return np.frombuffer(data + bytes(-len(data) % 8), "<i8")
 
 
 def _sorted_rows(tokens: np.ndarray) -> np.ndarray:
@@ -147,7 +152,7 @@ def mapped(path: str | Path) -> np.ndarray:
 
 
 def digest_of(file: np.ndarray) -> int:
-    """The digest of a file's contents, which was written with it."""
+    """The digest of what look-ups read, for ranks to compare: machines may keep the same files in other folders."""
     return int(file[6])
 
 
@@ -170,12 +175,13 @@ def _is_whole(file: np.ndarray) -> bool:
         return False
     at = places_of(file)
     whole = len(file) == HEADER + -(-(at.end - 2 * HEADER) // 2)
-    if not whole or chain_digest(0, file[:6], file[HEADER:]) != file[6]:
+    if not whole or chain_digest(0, file[:7], file[HEADER:]) != file[7]:
         return False
     numbers = np.asarray(file).view(np.int32)
     tokens, rows, firsts, pairs, starts, _ = (numbers[begin:end] for begin, end in pairwise(at))
     ends = len(tokens) > 0 and tokens[0] == tokens[-1] == SEPARATOR
     known = ends and tokens.min() >= SEPARATOR and tokens.max() < file[1]
     inside = known and rows.min(initial=1) >= 1 and rows.max(initial=0) < len(tokens) - 1
+    inside = inside and all((tokens[rows + offset] != SEPARATOR).all() for offset in (-1, 0, 1))
     ordered = all((each[1:] >= each[:-1]).all() and each[0] == 0 for each in (firsts, starts))
     return bool(inside and ordered and firsts[-1] == len(pairs) and starts[-1] == len(rows))

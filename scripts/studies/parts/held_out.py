@@ -54,6 +54,9 @@ class Tree:
 
     def corpus(self, tokenizer: Any, vocabulary_size: int) -> np.ndarray:
         """The corpus of the files that are not held out, as a file's array."""
-        tokens = [np.array(tokenizer(text, verbose=False)["input_ids"], np.int32) for text in self.texts]
+        tokens = [
+            np.array(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], np.int32)
+            for text in self.texts
+        ]
         files = [IndexedFile(str(index), 0, 0, len(text)) for index, text in enumerate(tokens)]
         return new_file(vocabulary_size, tokens, Listing("", 0, files))
