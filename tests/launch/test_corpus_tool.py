@@ -118,7 +118,7 @@ def test_a_damaged_corpus_is_built_anew_and_another_file_is_kept(
 
 
 def test_a_model_of_more_tokens_gets_a_corpus_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models of one family share a tokenizer and differ in V: the model refused the corpus, and building it did nothing."""
+    """Models of one family share a tokenizer and differ in V: one refused the corpus, and building it did nothing."""
     folder, path = tmp_path / "tree", tmp_path / "x.corpus"
     write(folder, {"a.py": "a = 1\n"})
     first = built(folder, path)
