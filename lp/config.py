@@ -19,7 +19,7 @@ from lp.removed_keys import RefusesRemoved
 DEFAULT_TIMEOUT_S = 120.0  # for which ranks wait for each other
 DEFAULT_SETUP_TIMEOUT_S = 1800.0  # the same while they compile and capture, which may take minutes on one of them
 MAX_STEP_TOKENS = 8192  # of a rank: a step's mask has their square
-MAX_CORPORA = 4  # of a pool: compiled functions take as many as this, whether they are there or not
+MAX_CORPORA = 4  # of a pool
 MAX_SHARED_TOKENS = 1 << 16  # of a fixed step, which ranks divide
 # W, N and G where they are not given. W and G of an adaptive step are bounds of each rank: 200 tokens, about as many as
 # share one reading of the weights on a GPU, by its FLOPs for each byte that it reads.
@@ -126,6 +126,9 @@ class LookaheadConfig(RefusesRemoved):
         pool_file: with "session", a safetensors file to begin with, if it exists, and to write after every call.
         pool_model_ngrams: what the model writes behind 1 to 3 tokens, which votes where the pool has not seen them:
             a file of `lp ngrams`, "auto" for the one beside the model, if it is there, or "off".
+        history: a file that texts are added to once they have ended, and made if it isn't there: where the end of a
+            later text came in one of them, what followed there is drafted. It holds what was generated, and the end of
+            its prompt; None: nothing is kept.
         corpora: files of `lp corpus build`, at most 4: where the end of a text comes in one of them too, what followed
             there is drafted.
         ablation: parts of the method to leave out, for studies of what each is worth.
@@ -144,6 +147,7 @@ class LookaheadConfig(RefusesRemoved):
     pool_mib: int = 16
     pool_file: str | None = None
     pool_model_ngrams: str = "auto"
+    history: str | None = None
     corpora: Sequence[str] = ()
     ablation: Ablation = Ablation()
     adaptive: bool = _RESOLVED
@@ -170,6 +174,7 @@ class LookaheadConfig(RefusesRemoved):
         check_choice(self, "pool_scope", PoolScope)
         check_kind("pool_file", self.pool_file, (str, os.PathLike, type(None)), "a path, or None")
         check_kind("pool_model_ngrams", self.pool_model_ngrams, (str, os.PathLike), "a path, 'auto' or 'off'")
+        check_kind("history", self.history, (str, os.PathLike, type(None)), "a path, or None")
         set_field(self, "corpora", check_corpora(self.corpora))
         if self.pool_file is not None and self.pool_scope is not PoolScope.SESSION:
             raise UserError(f"pool_file is {self.pool_file!r}, but every call has a new pool; add pool_scope=session")
@@ -178,6 +183,11 @@ class LookaheadConfig(RefusesRemoved):
     def shape(self) -> LookaheadConfig:
         """The step it takes: itself. Configs of other draft sources make one of their own settings."""
         return self
+
+    @property
+    def remembers(self) -> bool:
+        """Whether texts leave something for later ones."""
+        return self.pool_scope is PoolScope.SESSION or self.history is not None
 
     @property
     def draft_budget(self) -> int:

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from lp.errors import UserError
+from lp.file_locks import lock
 
-from ..running.locks import lock
 from .lines import SHOWN, Lines
 
 START = b'{"id":"batch_req_'

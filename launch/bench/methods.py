@@ -68,20 +68,22 @@ def check_sessions(config: BenchmarkConfig, methods: Iterable[str]) -> None:
     """
     own = draft_configs(config, map(bare_name, methods))
     keeping = [
-        name
-        for name in methods
-        if isinstance(each := own.get(bare_name(name)), lp.LookaheadConfig) and each.pool_scope is lp.PoolScope.SESSION
+        name for name in methods if isinstance(each := own.get(bare_name(name)), lp.LookaheadConfig) and each.remembers
     ]
     if config.repeats > 1 and keeping:
+        kept = "pool.scope=session" if config.pool.history is None else "pool.history"
+        without = "pool.scope=request" if config.pool.history is None else "pool.history=null"
         raise UserError(
-            f"repeats is {config.repeats} with pool.scope=session, whose pool has the text from the first one on; "
-            "take repeats=1, or pool.scope=request"
+            f"repeats is {config.repeats} with {kept}, which has the text from the first one on; "
+            f"take repeats=1, or {without}"
         )
-    if config.pool.file is not None and len(keeping) > 1:
-        raise UserError(
-            f"pool.file is {config.pool.file!r} for {' and '.join(keeping)}, each of which would begin with what the "
-            "other wrote; name one of them in methods, or take pool.file=null"
-        )
+    files = {"file": config.pool.file, "history": config.pool.history}
+    for key, file in files.items():
+        if file is not None and len(keeping) > 1:
+            raise UserError(
+                f"pool.{key} is {file!r} for {' and '.join(keeping)}, each of which would begin with what the "
+                f"other wrote; name one of them in methods, or take pool.{key}=null"
+            )
 
 
 def check_pass_at_1(config: BenchmarkConfig, prompts: list[Prompt]) -> None:

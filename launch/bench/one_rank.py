@@ -119,6 +119,8 @@ def check_alike(config: LookaheadConfig) -> None:
         raise UserError("the config is adaptive, whose steps follow this machine's step times; give W, N or G")
     if config.pool_scope is PoolScope.SESSION:
         raise UserError("pool_scope is 'session', so that no run is like the one before; take pool.scope=request")
+    if config.history is not None:
+        raise UserError(f"history is {config.history!r}, so that no run is like the one before; take pool.history=null")
 
 
 def record(build: Build, decode: Decode, ranks: int) -> RecordedCollectives:

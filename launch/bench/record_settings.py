@@ -26,7 +26,8 @@ def settings_of(
     for chosen in draft_configs(config, [config.decoder.name]).values():
         decoder |= asdict(chosen)
     decoder.pop("ablation", None)  # which no key sets
-    decoder.pop("corpora", None)  # a setting of its own, where there are any
+    for own in ("corpora", "history"):  # settings of their own, where there are any
+        decoder.pop(own, None)
     sizes = guess_set_sizes(config, map(bare_name, methods))
     guess_set_size: dict[str, int] | int | None = sizes
     if len({*sizes.values()}) < 2:
@@ -49,10 +50,11 @@ def settings_of(
     settings |= {"one_shot_sums": True} if config.parallel.one_shot_sums else {}
     settings |= {"tp": config.parallel.tp} if config.parallel.tp > 1 else {}
     pool = asdict(config.pool)
-    corpora = pool.pop("corpora")
+    beside = {name: pool.pop(name) for name in ("corpora", "history")}
     without = {name: value for name, value in asdict(PoolSchema()).items() if name in pool}
     named = {f"pool_{name}": value for name, value in pool.items()}.items() <= decoder.items()
     if pool != without and not named and has_pool(map(bare_name, methods)):
         settings |= {"pool": pool}
-    settings |= {"corpora": corpora} if corpora and has_pool(map(bare_name, methods)) else {}
+    if has_pool(map(bare_name, methods)):
+        settings |= {name: value for name, value in beside.items() if value}
     return settings | {"threads": torch.get_num_threads()}

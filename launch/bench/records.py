@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lp.errors import UserError
-
-from ..running.locks import lock
+from lp.file_locks import lock
 
 Record = dict[str, Any]
 

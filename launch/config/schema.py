@@ -35,7 +35,7 @@ T = TypeVar("T")
 # own default.
 SHAPE_KEYS = {"window_size": "W", "ngram_size": "N", "guess_set_size": "G"}
 POOL_KEYS = {f"pool_{name}": f"pool.{name}" for name in ("scope", "mib", "file", "model_ngrams")}
-POOL_KEYS |= {"corpora": "pool.corpora"}
+POOL_KEYS |= {"history": "pool.history", "corpora": "pool.corpora"}
 LOOKAHEAD_PRESETS = {"lookahead_auto": {"adaptive": True}, "lookahead": {"adaptive": False}}  # of one config
 
 
@@ -172,6 +172,9 @@ class PoolSchema:
         file: with scope=session, a safetensors file that saves it from run to run.
         model_ngrams: what the model writes behind 1 to 3 tokens: a file of `lp ngrams`, auto for the one beside the
             model, or off.
+        history: a file that texts are added to once they have ended, made if it isn't there: where the end of a later
+            text came in one of them, the pool drafts what followed there. It holds what was generated, and the end of
+            its prompt.
         corpora: files of `lp corpus build`, at most 4, as [FILE]: where the end of a text comes in one of them too, the
             pool drafts what followed there.
     """
@@ -180,6 +183,7 @@ class PoolSchema:
     mib: int = 16
     file: str | None = None
     model_ngrams: str = "auto"
+    history: str | None = None
     corpora: list[str] = field(default_factory=list)
 
 

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 from lp.checks import env_int
 from lp.digest import chain_digest, text_digest
 from lp.errors import UserError
+from lp.file_locks import lock
 
-from ..running.locks import lock
 from .spec import TextSpec
 
 START, BEHIND_NAME = b'{"id":"', b'","began":'  # of a file's first line

@@ -53,6 +53,7 @@ class Call:
         temperature: the sampler's temperature; 1 where it has none.
         model_folder: folder that the model was loaded from, or its name; may be empty.
         check_same: refuses digests, by name, that differ among ranks.
+        owner: whose text it is: what sources remember of texts is for the same owner's alone.
     """
 
     prompt: Sequence[int]
@@ -63,6 +64,26 @@ class Call:
     temperature: float
     model_folder: str
     check_same: Callable[[Mapping[str, int]], None]
+    owner: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class BeforeText:
+    """What a factory may know before a text that is about to be asked for; every rank asks alike.
+
+    Attributes:
+        model_folder: folder that the model was loaded from, or its name; may be empty.
+        vocabulary_size: size of the model's vocabulary.
+        owner: whose text it is.
+        is_main: whether this is the one rank that may write files.
+        share: hands rank 0's numbers, int64, or None, to every rank.
+    """
+
+    model_folder: str
+    vocabulary_size: int
+    owner: str
+    is_main: bool
+    share: Callable[[Sequence[int] | None], Sequence[int] | None]
 
 
 class SourceFactory(ABC):
@@ -72,12 +93,12 @@ class SourceFactory(ABC):
     def new_source(self, call: Call) -> DraftSource:
         """Make the source that drafts in one call."""
 
-    def digests(self, model_folder: str, vocabulary_size: int) -> dict[str, int]:
+    def digests(self, beginning: BeforeText) -> dict[str, int]:
         """Digests that ranks compare before a text, by name: its sources must begin alike on every rank."""
         return {}
 
-    def call_ended(self, is_main: bool) -> None:  # noqa: B027
-        """A text is complete; `is_main` on the one rank that may write files."""
+    def call_ended(self, is_main: bool, owner: str) -> None:  # noqa: B027
+        """A text of this owner is complete; `is_main` on the one rank that may write files."""
 
 
 class _OneEachCall(SourceFactory):

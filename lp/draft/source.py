@@ -187,5 +187,13 @@ class DraftSource(ABC):
         self.observe(text, num_new, samples)
         return None
 
+    def ended(self, text: Sequence[int], prompt_tokens: int) -> None:  # noqa: B027
+        """The text has ended, after all that it learned from. Not called where it failed.
+
+        Args:
+            text: prompt and generated tokens.
+            prompt_tokens: how many of them are the prompt.
+        """
+
 
 ProposeShare = Callable[[Sequence[int], ShareInput], Share]

@@ -62,6 +62,10 @@ class WrappingSource(DraftSource):
         self.follow(text)
         self._inner.observe(text, num_new, samples)
 
+    def ended(self, text: Sequence[int], prompt_tokens: int) -> None:
+        """Let the other source know."""
+        self._inner.ended(text, prompt_tokens)
+
     def observe_part(self, text: Sequence[int], num_new: int, samples: StepSamples) -> Callable[[], None] | None:
         """Learn what the next proposal needs, and leave the rest for later, as the other source does."""
         self.follow(text)

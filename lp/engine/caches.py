@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from lp.engine.prefixes import CachedText, Prefixes
+from lp.engine.request import Request
 from lp.models.fused import model_state
 from lp.models.kv_cache import StaticKVCache
 from lp.models.kv_pool import KVPool
@@ -76,16 +77,18 @@ class TextCaches:
         return self.pool.free + self._prefixes.slots
 
     def take(
-        self, slots: int, prompt: Sequence[int], running: Callable[[], Iterable[CachedText]]
+        self, slots: int, request: Request, running: Callable[[], Iterable[CachedText]]
     ) -> tuple[StaticKVCache, int]:
         """A cache for a text, and how many tokens of its prompt are cached there.
 
         Args:
             slots: how many the text needs; `has_room` has said that there are as many.
-            prompt: the whole prompt.
+            request: whose prompt it is.
             running: gives texts whose caches may be copied, besides those that have ended.
         """
-        source, count = self._prefixes.longest(prompt[:-1], running()) if self.reuses else (None, 0)
+        source, count = None, 0
+        if self.reuses:
+            source, count = self._prefixes.longest(request.prompt[:-1], running(), request.owner)
         while self.pool.free < slots and self._prefixes.drop_oldest(but=source):
             pass
         states = None
@@ -131,13 +134,20 @@ class TextCaches:
         self._copy_to_pool(borrowed, cache.length)
         return borrowed.in_pool
 
-    def give_back(self, cache: StaticKVCache, tokens: Sequence[int] = (), error: BaseException | None = None) -> None:
+    def give_back(
+        self,
+        cache: StaticKVCache,
+        tokens: Sequence[int] = (),
+        error: BaseException | None = None,
+        owner: str = "",
+    ) -> None:
         """Take back the cache of a text that has ended.
 
         Args:
             cache: the cache that the text had, which may be that of captured steps.
             tokens: first tokens of the text, whose slots are kept; none: the slots are free again.
             error: what the text ended with, if it failed.
+            owner: whose text it is.
         """
         borrowed = self._borrowed
         if borrowed is not None and cache in (borrowed.cache, borrowed.in_pool):
@@ -153,7 +163,7 @@ class TextCaches:
             self.pool.give_back(cache)
             return
         self.pool.shrink(cache, len(tokens))
-        self._prefixes.keep(tokens, cache)
+        self._prefixes.keep(tokens, cache, owner)
 
     def close(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -256,7 +256,7 @@ class EngineCore:
             return
         # An error here ends the engine: the caches of other texts lie in the same memory, and may be half moved.
         slots = cache_slots(request, beginning.budget) + self.decoder.runner.most_padding
-        cache, handle.reused = self._caches.take(slots, request.prompt, self._reusable)
+        cache, handle.reused = self._caches.take(slots, request, self._reusable)
         if by_itself:
             cache = self._caches.captured(cache)
         try:
@@ -287,7 +287,7 @@ class EngineCore:
     def _reusable(self) -> list[CachedText]:
         """Texts that run, whose caches prompts may begin with."""
         return [
-            CachedText(np.array(text.cached_everywhere, np.int64), text.cache)
+            CachedText(np.array(text.cached_everywhere, np.int64), text.cache, text.request.owner)
             for text, handle in self.running.items()
             if handle.reusable
         ]
@@ -363,7 +363,7 @@ class EngineCore:
         self.stopped_by |= text.delivery.stopped_by
         failure: BaseException | None = None
         try:
-            text.finish_learning()
+            text.finish()
             output = text.output(stop, handle.first_step_s - handle.admitted_s, now - handle.first_step_s)
             self.decoder.complete(output, handle.request)
         except BaseException as error:
@@ -373,10 +373,11 @@ class EngineCore:
             output.finish_reason = reason or output.finish_reason
             output.reused = handle.reused
             handle.end(output)
-            self.decoder.ended(output.step_stats)
+            self.decoder.ended(text.request, output.step_stats)
         tokens = text.cached_everywhere if self._caches.reuses and handle.reusable else []
         with computing_on(self._device):
-            self._caches.give_back(text.cache, tokens, failure)  # alike on every rank, whatever went wrong on one
+            # Alike on every rank, whatever went wrong on one.
+            self._caches.give_back(text.cache, tokens, failure, text.request.owner)
         failure = None  # whose traceback has this frame
 
     def _fail(self, text: Generation, error: BaseException) -> None:

@@ -349,6 +349,13 @@ class Generation:
             merge, self._merge = self._merge, None
             self.failures.attempt(merge, in_any_case=True)
 
+    def finish(self) -> None:
+        """Let the source learn what it has yet to learn, and know that the text has ended; all ranks alike."""
+        self.finish_learning()
+        prompt_tokens = len(self.request.prompt)
+        text = self.text[: prompt_tokens + self.delivery.num_kept]
+        self.failures.attempt(lambda: self.source.ended(text, prompt_tokens), in_any_case=True)
+
     def _header(self, common: DraftTree, slices: WindowSlices) -> Header:
         """The beginning of this rank's message: what ranks must agree in before its tree is read."""
         if not self.context.alone:  # a single rank has none to differ from

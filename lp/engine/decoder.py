@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -44,6 +45,7 @@ from lp.sampling.sampler import build_sampler
 from lp.sampling.score_recorder import RecordingSampler
 
 logger = logging.getLogger(__name__)
+OWNER = re.compile(r"[A-Za-z0-9_-]{0,64}")
 
 
 @contextmanager
@@ -97,6 +99,7 @@ class Decoder:
         generation_config: str | None = None,
         seed: int | None = None,
         continued: int = 0,
+        owner: str = "",
     ) -> GenerationOutput:
         """Generate from one prompt.
 
@@ -126,6 +129,8 @@ class Decoder:
                 `follows`.
             seed: seed of a sampled text where `sampling` names none; None draws one on rank 0.
             continued: how many of the prompt's last tokens are of the text itself, which an earlier call began.
+            owner: whose text it is, of ASCII letters, digits, "_" and "-": what is kept of texts (a session's pool, a
+                history, prefixes that an engine reuses) is used for texts of the same owner alone.
 
         Returns:
             GenerationOutput.
@@ -153,6 +158,7 @@ class Decoder:
             "generation_config": generation_config,
             "seed": seed,
             "continued": continued,
+            "owner": owner,
         }
         signals = DeferredSignals()
         with remedy_named():
@@ -186,6 +192,7 @@ class Decoder:
         generation_config: str | None = None,
         seed: int | None = None,
         continued: int = 0,
+        owner: str = "",
     ) -> Request:
         """The checked call; arguments and errors are those of `generate`.
 
@@ -195,6 +202,9 @@ class Decoder:
         check_adapter(self.model)  # again: one may have been added since
         prompt = prompt_ids(self.model, input_ids)
         check_sampling(asked := sampling)
+        check_kind("owner", owner, str, "a name, or an empty text")
+        if not OWNER.fullmatch(owner):
+            raise UserError(f"owner is {owner!r}; give up to 64 ASCII letters, digits, '_' and '-'")
         check_callback("on_tokens", on_tokens, "a function of (new tokens, step), or None")
         max_new_tokens = check_int("max_new_tokens", max_new_tokens, 1, math.inf, "ask for at least one token")
         prefill_chunk = check_int("prefill_chunk", prefill_chunk, 1, math.inf, "try 512")
@@ -268,6 +278,7 @@ class Decoder:
             prediction=expected,
             grammar=grammar,
             seed=None if sampling is None or sampling.greedy else sampling.seed,
+            owner=owner,
         )
 
     def computing(self) -> AbstractContextManager[None]:

@@ -19,7 +19,7 @@ from lp.config import Capture, Exact, LookaheadConfig
 from lp.digest import chain_digest, text_digest
 from lp.draft.grammar_drafts import GrammarDrafts
 from lp.draft.prediction import Prediction
-from lp.draft.registry import Call, DraftConfig, source_of
+from lp.draft.registry import BeforeText, Call, DraftConfig, source_of
 from lp.draft.share import step_tokens
 from lp.draft.source import DraftSource
 from lp.engine.batch import BatchDecoder
@@ -180,21 +180,35 @@ class LookaheadDecoder(BatchDecoder):
             temperature=request.sampler.processors.temperature,
             model_folder=self._model_folder,
             check_same=partial(check_same, self.context.ranks, "beginning a session's pool"),
+            owner=request.owner,
         )
         return self.factory.new_source(call)
 
     def _asked(self, request: Request) -> dict[str, int]:
         """Digests of what ranks must agree on, by name."""
         asked = {item.name: getattr(self.settings, item.name) for item in fields(self.settings)}
-        asked |= {"max_new_tokens": request.max_new_tokens, **request.stopping.settings, **request.sampler.settings}
+        asked |= {
+            "owner": request.owner,
+            "max_new_tokens": request.max_new_tokens,
+            **request.stopping.settings,
+            **request.sampler.settings,
+        }
         asked |= {"exact": str(self.exact), "context limit": request.limit, "step time table": self.step_times}
         asked |= {"step tokens": self.span}  # of which `exact=bitwise` may allow fewer on one device than on another
         if self.exact == Exact.BITWISE and self.model.device.type == "cpu":
             asked["threads"] = torch.get_num_threads()
         digests = {name: text_digest(repr(value)) for name, value in asked.items()}
         digests["prediction"] = chain_digest(0, request.prediction)
-        digests |= self.factory.digests(self._model_folder, vocabulary_size(self.model))
+        digests |= self._source_digests(request)
         return {"prompt": chain_digest(0, request.prompt), **digests}
+
+    def _source_digests(self, request: Request) -> dict[str, int]:
+        """Digests of what the sources of all ranks begin with alike, by name."""
+        share = partial(self.context.share_numbers, call="opening a history")
+        beginning = BeforeText(
+            self._model_folder, vocabulary_size(self.model), request.owner, self.context.is_main, share
+        )
+        return self.factory.digests(beginning)
 
     @property
     def most_step_tokens(self) -> int:
@@ -206,7 +220,7 @@ class LookaheadDecoder(BatchDecoder):
         if not self.context.alone:
             check_same(self.context.ranks, f"beginning {self.call}", self._asked(request))
         else:
-            self.factory.digests(self._model_folder, vocabulary_size(self.model))  # refuses a file that is missing
+            self._source_digests(request)  # refuses a file that is missing
         if self._step_times:
             self._step_times.update()
 
@@ -229,6 +243,6 @@ class LookaheadDecoder(BatchDecoder):
         with self.context.setting_up("capturing steps") if on_gpu else nullcontext(), waiting("capturing steps"):
             capture()
 
-    def ended(self, stats: list[StepStats]) -> None:
+    def ended(self, request: Request, stats: list[StepStats]) -> None:
         self._last = stats
-        self.factory.call_ended(self.context.is_main)
+        self.factory.call_ended(self.context.is_main, request.owner)

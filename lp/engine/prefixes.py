@@ -4,6 +4,7 @@ An editor sends the same file after every keystroke, and a chat its whole past w
 an earlier text is copied into the new one's cache, to the token, which is exact: the KV of a token is a function of the
 tokens before it. A copy reads as much as one plain step, and leaves the earlier text as it was for the next prompt.
 In a sorted list, the text that has most in common with a prompt stands beside the place where the prompt would go.
+A prompt begins with texts of its own owner alone: how fast it begins would tell what others have asked.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ class CachedText:
     Attributes:
         tokens: int64, those whose KV is in the cache.
         cache: holds them in its first slots.
+        owner: whose text it is.
     """
 
     tokens: np.ndarray
     cache: StaticKVCache
+    owner: str = ""
 
 
 class Prefixes:
@@ -46,10 +49,10 @@ class Prefixes:
     def __len__(self) -> int:
         return len(self._texts)
 
-    def keep(self, tokens: Sequence[int], cache: StaticKVCache) -> None:
-        """Keep a cache that holds these tokens, in as many slots, unless another one begins with them."""
-        text = CachedText(np.array(tokens, np.int64), cache)
-        key = _sort_key(text.tokens)
+    def keep(self, tokens: Sequence[int], cache: StaticKVCache, owner: str = "") -> None:
+        """Keep a cache that holds these tokens, in as many slots, unless another one of the owner begins with them."""
+        text = CachedText(np.array(tokens, np.int64), cache, owner)
+        key = _sort_key(text.tokens, owner)
         at = bisect(self._sorted, key)
         before, behind = self._sorted[max(at - 1, 0) : at], self._sorted[at : at + 1]
         for other in before:
@@ -64,19 +67,22 @@ class Prefixes:
         self._texts[key] = text
         self.slots += len(tokens)
 
-    def longest(self, prompt: Sequence[int], running: Iterable[CachedText] = ()) -> tuple[CachedText | None, int]:
-        """The text that begins with most of these tokens, and how many; None and 0 where none does.
+    def longest(
+        self, prompt: Sequence[int], running: Iterable[CachedText] = (), owner: str = ""
+    ) -> tuple[CachedText | None, int]:
+        """The owner's text that begins with most of these tokens, and how many; None and 0 where none does.
 
         Args:
             prompt: token ids.
             running: other texts to look at.
+            owner: whose prompt it is.
         """
         tokens = np.array(prompt, np.int64)
-        at = bisect(self._sorted, _sort_key(tokens))
+        at = bisect(self._sorted, _sort_key(tokens, owner))
         beside = {key: self._texts[key] for key in self._sorted[max(at - 1, 0) : at + 1]}
         found, most = None, 0
         for text in [*beside.values(), *running]:
-            if (count := common(text.tokens, tokens)) > most:
+            if text.owner == owner and (count := common(text.tokens, tokens)) > most:
                 found, most = text, count
         for key, text in beside.items():
             if text is found:
@@ -110,9 +116,9 @@ class Prefixes:
         self._give_back(text.cache)
 
 
-def _sort_key(tokens: np.ndarray) -> bytes:
-    """Bytes that sort as the tokens do, and begin with those of a prefix."""
-    return tokens.astype(">i4").tobytes()
+def _sort_key(tokens: np.ndarray, owner: str) -> bytes:
+    """Bytes that sort by owner, then as the tokens do, and begin with those of the owner's prefixes."""
+    return owner.encode() + b"\0" + tokens.astype(">i4").tobytes()
 
 
 def common(one: np.ndarray, other: np.ndarray) -> int:

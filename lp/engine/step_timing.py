@@ -189,7 +189,7 @@ def step_times_file(runner: ModelRunner, config: LookaheadConfig, context: Paral
     """Where the step times of a decoder with these parts are kept."""
     model = runner.model
     config_without_pool = replace(
-        config, pool_scope=PoolScope.REQUEST, pool_file=None, pool_model_ngrams="off", corpora=()
+        config, pool_scope=PoolScope.REQUEST, pool_file=None, pool_model_ngrams="off", corpora=(), history=None
     )
     key_parts = (
         model.config.to_json_string(),

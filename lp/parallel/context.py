@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -211,13 +211,27 @@ class ParallelContext:
         Raises:
             CallsDiffer: another rank is in another call.
         """
-        data = [] if text is None else list(text.encode("utf-8", "surrogatepass"))
-        words = [-1 if text is None else len(data)]
-        length = int(agreement.exchange(self.ranks, call, words, patient=True)[0])
-        if length <= 0:
-            return "" if length == 0 else None
-        body = torch.tensor(data if self.is_main else [0] * length)
-        return bytes(self.ranks.broadcast_body(body).tolist()).decode("utf-8", "surrogatepass")
+        data = None if text is None else list(text.encode("utf-8", "surrogatepass"))
+        shared = self.share_numbers(data, call, patient=True)
+        return None if shared is None else bytes(shared).decode("utf-8", "surrogatepass")
+
+    def share_numbers(self, numbers: Sequence[int] | None, call: str, patient: bool = False) -> list[int] | None:
+        """Rank 0's numbers, or None, on every rank.
+
+        Args:
+            numbers: rank 0's, int64; the others' are not looked at.
+            call: what they are for, the same on every rank.
+            patient: wait for rank 0 however long it takes.
+
+        Raises:
+            CallsDiffer: another rank is in another call.
+        """
+        words = [-1 if numbers is None else len(numbers)]
+        length = int(agreement.exchange(self.ranks, call, words, patient)[0])
+        if length < 0:
+            return None
+        body = torch.tensor(numbers if self.is_main else [0] * length, dtype=torch.int64)
+        return (self.ranks.broadcast_body(body) if length else body).tolist()
 
     def close(self) -> None:
         """Leave the process group, if there is one."""

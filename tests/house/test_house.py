@@ -19,6 +19,7 @@ LAYERS = [
         "lp.errors",
         "lp.digest",
         "lp.compile_cache",
+        "lp.file_locks",
         "lp.optional",
         "lp.to_device",
         "lp.waits",

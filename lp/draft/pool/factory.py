@@ -1,4 +1,8 @@
-"""Pools for a decoder's calls, and what outlives a call: a session's tables and their file."""
+"""Pools for a decoder's calls, and what outlives a call: a session's tables, a history, and their files.
+
+Both are kept apart by owner: what one owner's texts have left votes for that owner's alone. The files of an owner who
+has a name end with it.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +19,10 @@ from safetensors.numpy import load_file, save_file
 from lp.config import LookaheadConfig, PoolScope
 from lp.digest import chain_digest
 from lp.draft.pool import corpus_file
+from lp.draft.pool.history import MOST_TOKENS, History
+from lp.draft.pool.history_file import HistoryFile
 from lp.draft.pool.model_ngrams import read_file
-from lp.draft.registry import Call, SourceFactory, register_factory
+from lp.draft.registry import BeforeText, Call, SourceFactory, register_factory
 from lp.errors import UserError
 
 if TYPE_CHECKING:  # and below where they are used: the apps' `--help` names this source, and numba takes a second
@@ -40,7 +46,8 @@ class PoolFactory(SourceFactory):
 
     def __init__(self, config: LookaheadConfig) -> None:
         self.config = config
-        self.tables: Tables | None = None  # of a session
+        self.tables: dict[str, Tables] = {}  # of every owner's session
+        self._histories: dict[str, History] = {}  # of every owner
         self._model_ngrams: np.ndarray | None = None
         self._corpora: list[np.ndarray] = []
         self._digests: dict[str, int] | None = None  # of both, once they are read
@@ -55,23 +62,41 @@ class PoolFactory(SourceFactory):
         from lp.draft.pool.ngram_pool import NGramPool
 
         self._read(call.model_folder, call.vocabulary_size)
-        beside = (self._model_ngrams, call.temperature, self._corpora)
-        if self.config.pool_scope is PoolScope.REQUEST:
-            tables = fresh_tables(self.config, call.vocabulary_size, self._needed_mib(call))
-            return NGramPool(self.config, call.prompt, call.noise, tables, *beside)
-        if self.tables is None:
-            tables = self._session_tables(call.vocabulary_size)
-            call.check_same({"pool": tables_digest(tables)})
-            self.tables = tables
-        return NGramPool(self.config, call.prompt, call.noise, self.tables, *beside)
+        history = self._histories.get(call.owner)
+        indexes = history.indexes if history else []
+        return NGramPool(
+            self.config,
+            call.prompt,
+            call.noise,
+            self._tables(call),
+            self._model_ngrams,
+            call.temperature,
+            [*indexes, *self._corpora],
+            history.add if history else None,
+        )
 
-    def digests(self, model_folder: str, vocabulary_size: int) -> dict[str, int]:
+    def digests(self, beginning: BeforeText) -> dict[str, int]:
         """Digests, by name, of what the pools of all ranks begin with alike.
 
         Raises:
-            ValueError: no file of model n-grams, or no corpus, where one is asked for.
+            ValueError: no file of model n-grams, or no corpus, where one is asked for; a history that can't be had.
         """
-        return self._read(model_folder, vocabulary_size)
+        digests = self._read(beginning.model_folder, beginning.vocabulary_size)
+        if self.config.history is None:
+            return digests
+        if beginning.owner not in self._histories:
+            self._histories[beginning.owner] = opened_history(file_of(self.config.history, beginning.owner), beginning)
+        return digests | {"history": self._histories[beginning.owner].digest}
+
+    def _tables(self, call: Call) -> Tables:
+        """The tables that a call's pool begins with: new ones, or those of its owner's session."""
+        if self.config.pool_scope is PoolScope.REQUEST:
+            return fresh_tables(self.config, call.vocabulary_size, self._needed_mib(call))
+        if call.owner not in self.tables:
+            tables = self._session_tables(call.vocabulary_size, call.owner)
+            call.check_same({"pool": tables_digest(tables)})
+            self.tables[call.owner] = tables
+        return self.tables[call.owner]
 
     def _read(self, model_folder: str, vocabulary_size: int) -> dict[str, int]:
         """Read the model's n-grams and the corpora, once; returns their digests, 0 for none."""
@@ -84,14 +109,16 @@ class PoolFactory(SourceFactory):
             }
         return self._digests
 
-    def call_ended(self, is_main: bool) -> None:
+    def call_ended(self, is_main: bool, owner: str) -> None:
         """Write the session's tables to its file, on rank 0, so that the next process has them."""
-        if self.tables is None or self.config.pool_file is None or not is_main:
+        tables = self.tables.get(owner)
+        if tables is None or self.config.pool_file is None or not is_main:
             return
+        file = file_of(self.config.pool_file, owner)
         try:
-            save_tables(self.tables, self.config.pool_file)
+            save_tables(tables, file)
         except (OSError, SafetensorError) as error:  # a full disk must not cost the text
-            warnings.warn(f"pool_file {self.config.pool_file} was not written: {error}", stacklevel=4)
+            warnings.warn(f"pool_file {file} was not written: {error}", stacklevel=4)
 
     def _needed_mib(self, call: Call) -> int:
         """Clearing more than a text can fill takes time."""
@@ -100,15 +127,44 @@ class PoolFactory(SourceFactory):
         needed = call.max_length * max(call.step_tokens, LEAST_STEP_TOKENS) * TOKEN_BYTES >> 20
         return min(self.config.pool_mib, 1 + needed)
 
-    def _session_tables(self, vocabulary_size: int) -> Tables:
+    def _session_tables(self, vocabulary_size: int, owner: str) -> Tables:
         """The tables that a session begins with, read from its file if there is one; a missing folder is refused."""
-        file = self.config.pool_file
+        file = self.config.pool_file and file_of(self.config.pool_file, owner)
         tables = fresh_tables(self.config, vocabulary_size)
         if file and Path(file).exists():
             load_tables(tables, file, vocabulary_size)
         elif file and not Path(file).parent.is_dir():
             raise UserError(f"pool_file is {file!r}, but there is no folder {str(Path(file).parent)!r}; make it first")
         return tables
+
+
+def file_of(path: str | os.PathLike[str], owner: str) -> str:
+    """The file of an owner: the one that the config names, for the owner without a name."""
+    return f"{os.fspath(path)}.{owner}" if owner else os.fspath(path)
+
+
+def opened_history(path: str, beginning: BeforeText) -> History:
+    """The history in a file, as rank 0 reads it, on every rank.
+
+    Raises:
+        ValueError: as HistoryFile, on every rank.
+    """
+    file, error = None, None
+    if beginning.is_main:
+        try:
+            file = HistoryFile(path, beginning.vocabulary_size, MOST_TOKENS)
+        except UserError as refused:
+            error = refused
+    texts = file.texts if file else []
+    shared = beginning.share(None if error else np.concatenate([[len(text), *text] for text in texts] or [[]]).tolist())
+    if shared is None:
+        raise error or UserError(f"rank 0 can't open history {path!r}; its message has the reason")
+    numbers, texts, at = np.array(shared, np.int32), [], 0
+    while at < len(numbers):
+        end = at + 1 + int(numbers[at])
+        texts.append(numbers[at + 1 : end])
+        at = end
+    return History(beginning.vocabulary_size, texts, file)
 
 
 def fresh_tables(config: LookaheadConfig, vocabulary_size: int, mebibytes: int | None = None) -> Tables:

@@ -64,6 +64,7 @@ from lp.draft.pool.tables import (
 from lp.sampling.noise import BELOW_1, sequence_key
 from lp.sampling.top_logits import LOGIT, TOKEN
 
+MAX_INDEXES = MAX_CORPORA + 2  # corpora and the two of a history: compiled functions take as many, there or not
 MAX_CHOICES = 32  # tokens voted for behind one context
 # The contexts that are looked up, by kind and order. A window n-gram has at least one token, so its order 0 is not
 # used: it is the last of the text's.
@@ -138,7 +139,7 @@ class Predictor(NamedTuple):
     model_ngrams: ModelNgrams  # which vote where they know a longer context than the logits
     temperature: float  # of the sampler, by which their logits are divided
     num_corpora: int  # how many of the next are there
-    corpora: Any  # MAX_CORPORA times Corpus, of which the one with the longest match votes
+    corpora: Any  # MAX_INDEXES times Corpus, of which the one with the longest match votes
     match: Any  # int64 (MATCH,): what a corpus has of the context that was looked up last
     before: Any  # int64 (MATCH,): what it has of the next context without its newest token
     followers: Any  # int64 (SAMPLED,): of a match
@@ -181,7 +182,7 @@ def new_predictor(
         model_ngrams=of_model,
         temperature=float(temperature),
         num_corpora=len(corpora),
-        corpora=tuple(Corpus.of(corpora[index] if index < len(corpora) else None) for index in range(MAX_CORPORA)),
+        corpora=tuple(Corpus.of(corpora[index] if index < len(corpora) else None) for index in range(MAX_INDEXES)),
         match=compiled_zeros(MATCH, "i8"),
         before=compiled_ints(NOTHING_KNOWN),
         followers=compiled_zeros(SAMPLED, "i8"),
@@ -322,7 +323,7 @@ def search_corpora(corpora, num_corpora, recent, known, before, match, followers
     Where the run without its newest token has one place, and that token followed there, it has this place too.
 
     Args:
-        corpora: MAX_CORPORA times Corpus, of which the first `num_corpora` are searched.
+        corpora: MAX_INDEXES times Corpus, of which the first `num_corpora` are searched.
         recent: the newest tokens, the newest first, of which there are `known`.
         before, match, followers, counts: fields of a Predictor, the last three of which get what is found.
 

@@ -41,6 +41,7 @@ class NGramPool(DraftSource):
         model_ngrams: the array of a file of `lp.draft.pool.model_ngrams`; None: none.
         temperature: the sampler's temperature.
         corpora: arrays of files of `lp.draft.pool.corpus`.
+        remember: is given the prompt and the generated tokens, once the text has ended.
     """
 
     divides = True
@@ -54,8 +55,10 @@ class NGramPool(DraftSource):
         model_ngrams: np.ndarray | None = None,
         temperature: float = 1.0,
         corpora: Sequence[np.ndarray] = (),
+        remember: Callable[[Sequence[int], Sequence[int]], None] | None = None,
     ) -> None:
         self.config = config
+        self._remember = remember
         self.num_logits = len(tables.logits_tokens) // len(tables.logits_keys)
         parts = config.ablation
         kinds = {TEXT: True, WINDOW: parts.window_ngrams, GUESS: parts.position_guesses, LOGITS: self.num_logits > 0}
@@ -142,6 +145,11 @@ class NGramPool(DraftSource):
             last_step.counts[0] = 0
 
         return merge
+
+    def ended(self, text: Sequence[int], prompt_tokens: int) -> None:
+        """Add the text to the history, if there is one."""
+        if self._remember is not None:
+            self._remember(text[:prompt_tokens], text[prompt_tokens:])
 
     def _learn(self, text: Sequence[int], num_new: int, samples: StepSamples) -> _Text:
         """Take in the step's tokens, and learn from them and from the window; the text as it is now."""

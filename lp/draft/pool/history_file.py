@@ -1,0 +1,185 @@
+"""The file of a history: texts that were generated, the newest last; rank 0 appends each as it ends.
+
+The file is MARK and V, both int64, then a record a text: its number of tokens (int64), their digest (int64), and the
+tokens (int32), all little-endian. A record is one write. A process that was killed in it leaves a record that is cut
+off, at the end alone: the next one to open the file cuts it away.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from functools import partial
+from io import FileIO
+from pathlib import Path
+
+import numpy as np
+
+from lp.digest import chain_digest
+from lp.errors import UserError
+from lp.file_locks import lock
+
+MARK = 0x6C702D68697374  # "lp-hist"
+HEAD = 16  # bytes before the first record, and before the tokens of each
+
+
+class HistoryFile:
+    """Keeps the texts of one history on disk; one decoder at a time has it.
+
+    Args:
+        path: names the file, which is made where there is none.
+        vocabulary_size: V of the model.
+        most_tokens: tokens of the newest texts that stay; older ones leave once there are twice as many.
+
+    Attributes:
+        texts: what the file had when it was opened: int32 arrays, the oldest first, at most `most_tokens` in all.
+
+    Raises:
+        ValueError: another decoder has the file; it is no history, one of another model, or one that is damaged
+            elsewhere than at its end; or it can't be written.
+    """
+
+    def __init__(self, path: str, vocabulary_size: int, most_tokens: int) -> None:
+        self.path = path
+        self.most_tokens = most_tokens
+        self._vocabulary_size = vocabulary_size
+        try:
+            self._file = _opened(path)
+        except OSError as error:
+            raise UserError(
+                f"history {path!r} can't be opened ({error}); give a file in a folder that is there"
+            ) from None
+        try:
+            data = self._data()
+            texts, end = _texts_of(data, path, vocabulary_size)
+            if end < len(data):
+                warnings.warn(f"the last {len(data) - end} bytes of history {path!r} were no whole text", stacklevel=2)
+                self._file.truncate(end)
+            if not end:
+                self._write(_header(vocabulary_size))
+        except BaseException:
+            self.close()
+            raise
+        self._tokens = sum(map(len, texts))
+        self.texts = newest(texts, most_tokens)
+
+    def append(self, text: Sequence[int] | np.ndarray) -> None:
+        """Add a text that has ended; the oldest leave where there are too many.
+
+        Raises:
+            OSError: nothing was written; the file is as it was.
+        """
+        record = _record(text)
+        self._write(record)
+        self._tokens += len(text)
+        if self._tokens > 2 * self.most_tokens:
+            self._leave_out_oldest()
+
+    def close(self) -> None:
+        """Let another process have it."""
+        self._file.close()
+
+    def _data(self) -> bytes:
+        self._file.seek(0)
+        return self._file.readall()
+
+    def _write(self, data: bytes) -> None:
+        """Append all of this, or nothing: what a full disk has cut off would hide the records behind it."""
+        size = self._file.seek(0, os.SEEK_END)
+        try:
+            written = self._file.write(data)
+            if written < len(data):
+                raise OSError(f"{len(data) - written} of {len(data)} bytes did not fit")
+        except OSError:
+            self._file.truncate(size)
+            raise
+
+    def _leave_out_oldest(self) -> None:
+        """Write the newest texts to a new file, which takes the old one's place."""
+        texts, _ = _texts_of(self._data(), self.path, self._vocabulary_size)
+        kept = newest(texts, self.most_tokens)
+        part = Path(f"{self.path}.{os.getpid()}.part")
+        old, self._file = self._file, _appending(part)
+        try:
+            lock(self._file.fileno())
+            self._write(b"".join([_header(self._vocabulary_size), *map(_record, kept)]))
+            part.replace(self.path)
+        except OSError:
+            self._file.close()
+            self._file = old
+            part.unlink(missing_ok=True)
+            raise
+        old.close()
+        self._tokens = sum(map(len, kept))
+
+
+def newest(texts: list[np.ndarray], most_tokens: int) -> list[np.ndarray]:
+    """The newest of these texts, at most so many tokens in all."""
+    total, first = 0, len(texts)
+    while first and total + len(texts[first - 1]) <= most_tokens:
+        first -= 1
+        total += len(texts[first])
+    return texts[first:]
+
+
+def _appending(path: str | Path) -> FileIO:
+    """A file that this user alone may read, and that grows at its end."""
+    return FileIO(path, "a+", opener=partial(os.open, mode=0o600))
+
+
+def _opened(path: str) -> FileIO:
+    """The file, locked.
+
+    Raises:
+        ValueError: it is in use.
+    """
+    while True:
+        file = _appending(path)
+        if not lock(file.fileno()):
+            file.close()
+            raise UserError(f"history {path!r} is in use by another decoder; give each its own file")
+        if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+            return file
+        file.close()  # the decoder that had it has put another file in its place
+
+
+def _header(vocabulary_size: int) -> bytes:
+    return np.array([MARK, vocabulary_size], "<i8").tobytes()
+
+
+def _record(text: Sequence[int] | np.ndarray) -> bytes:
+    tokens = np.asarray(text, "<i4")
+    return np.array([len(tokens), chain_digest(0, tokens)], "<i8").tobytes() + tokens.tobytes()
+
+
+def _texts_of(data: bytes, path: str, vocabulary_size: int) -> tuple[list[np.ndarray], int]:
+    """The texts of a file, and how many of its bytes are whole.
+
+    Raises:
+        ValueError: see HistoryFile.
+    """
+    remedy = "give another file, or move this one away"
+    header = _header(vocabulary_size)
+    if header.startswith(data.rstrip(b"\0")) and not data.startswith(header):
+        return [], 0  # the process that made it was killed
+    mark, vocabulary = np.frombuffer(data[:HEAD].ljust(HEAD, b"\0"), "<i8").tolist()
+    if mark != MARK:
+        raise UserError(f"{path!r} holds no history; {remedy}")
+    if vocabulary != vocabulary_size:
+        raise UserError(f"history {path!r} is of {vocabulary} tokens, and the model has {vocabulary_size}; {remedy}")
+    texts: list[np.ndarray] = []
+    at = HEAD
+    while at < len(data):
+        count, digest = np.frombuffer(data[at : at + HEAD].ljust(HEAD, b"\0"), "<i8").tolist()
+        end = at + HEAD + 4 * max(count, 0)
+        fits = count > 0 and end <= len(data)
+        text = np.frombuffer(data, "<i4", count, at + HEAD) if fits else np.zeros(1, np.int32)
+        if fits and chain_digest(0, text) == digest and text.min() >= 0 and text.max() < vocabulary_size:
+            texts.append(text)
+            at = end
+        elif data[end if fits else at + HEAD :].strip(b"\0") and end <= len(data):
+            raise UserError(f"history {path!r} is damaged at byte {at} of {len(data)}; {remedy}")
+        else:  # cut off; some file systems leave zeros there
+            break
+    return texts, at
