@@ -18,7 +18,7 @@ httpx = pytest.importorskip("httpx", reason="the extra `serve` is not installed"
 
 from launch.batch import places  # noqa: E402
 from launch.batch.answers import Answers  # noqa: E402
-from launch.batch.dispatch import MOST_FAILURES, SUSPECT, Dispatch  # noqa: E402
+from launch.batch.dispatch import MOST_FAILURES, Dispatch  # noqa: E402
 from launch.batch.lines import Lines  # noqa: E402
 from launch.batch.places import Server, retry_after_s, server_urls  # noqa: E402
 from launch.batch.progress import BatchProgress  # noqa: E402
@@ -247,8 +247,92 @@ def test_a_crash_is_no_fault_of_all_that_are_under_way(tmp_path: Path, monkeypat
     site.run()
     records = site.records()
     assert {name for name, record in records.items() if record["error"]} == fatal and len(records) == 150
-    # Each is tried twice among others and three times alone; the second one anew, once the first one is found.
-    assert fake.crashes <= 3 * (SUSPECT + MOST_FAILURES)
+    # Among 100, 50, 25, 12, 6, 3 and 1 others, and then alone.
+    assert fake.crashes <= len(fatal) * (7 + MOST_FAILURES)
+
+
+def test_hundreds_under_way_go_on_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a crash that no request is to blame for: one at a time they would take hours."""
+    monkeypatch.setattr(Server, "_rest", lambda self, seconds: None)
+    fake = Crashing(set(), 300)
+    ask = fake.answer
+
+    async def answer(request: Any) -> Any:
+        if request.content and not fake.crashes:
+            await asyncio.sleep(0.3)  # until all are there
+            fake.most = 0
+            raise httpx.ReadError("reset")
+        return await ask(request)
+
+    async def crash() -> None:
+        await asyncio.sleep(0.6)
+        fake.crashes += 1
+
+    monkeypatch.setattr(fake, "answer", answer)
+    fake.seconds = 0.05
+    site = Site(tmp_path, 300, fake)
+    site.run(crash)
+    site.check(300)
+    assert fake.most > 30
+
+
+class Watched(Crashing):
+    """A server that crashes with one request, and sees which others are begun while it has it alone."""
+
+    def __init__(self, slots: int, others: set[str]) -> None:
+        super().__init__({"r0"}, slots)
+        self.others = others
+        self.has: list[str] = []
+
+    async def answer(self, request: Any) -> Any:
+        if not request.content:
+            return await super().answer(request)
+        name = json.loads(request.content)["prompt"]
+        if self.has == ["r0"]:
+            self.others.add(name)
+        self.has.append(name)
+        try:
+            await asyncio.sleep(0.03)
+            return await super().answer(request)
+        finally:
+            self.has.remove(name)
+
+
+def test_nobody_joins_a_request_that_is_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that another server has refused meanwhile would go down with it, and be suspected itself."""
+    monkeypatch.setattr(Server, "_rest", lambda self, seconds: None)
+    asked = Counter[str]()
+
+    def refuses(body: Any) -> Any:
+        asked[body["prompt"]] += 1
+        return httpx.Response(503) if body["prompt"] == "r1" and asked["r1"] < 40 else None
+
+    fakes = [Watched(slots, set()) for slots in (4, 1)]
+    for fake in fakes:
+        fake.handler = refuses
+    site = Site(tmp_path, 2, *fakes)
+    site.run()
+    records = site.records()
+    assert records["r0"]["error"] and records["r1"]["response"]["status_code"] == 200 and asked["r1"] == 40
+    assert fakes[0].others | fakes[1].others == set()
+
+
+def test_a_server_that_works_again_has_suspects_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was idle to the end of the run where the other one had not failed."""
+    monkeypatch.setattr(Server, "_rest", lambda self, seconds: None)
+    crashed: list[str] = []
+
+    def crashes(body: Any) -> Any:
+        if len(crashed) < 8:
+            crashed.append(body["prompt"])
+            return httpx.ReadError("reset")
+        return None
+
+    fakes = Fake(slots=8, seconds=0.05, handler=crashes), Fake(slots=1, seconds=0.05)
+    site = Site(tmp_path, 40, *fakes)
+    site.run()
+    site.check(40)
+    assert sum(fakes[0].asked[name] == 2 for name in crashed) > 4
 
 
 def test_a_server_that_only_fails_condemns_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
