@@ -276,45 +276,30 @@ def test_hundreds_under_way_go_on_together(tmp_path: Path, monkeypatch: pytest.M
     assert fake.most > 30
 
 
-class Watched(Crashing):
-    """A server that crashes with one request, and sees which others are begun while it has it alone."""
-
-    def __init__(self, slots: int, others: set[str]) -> None:
-        super().__init__({"r0"}, slots)
-        self.others = others
-        self.has: list[str] = []
-
-    async def answer(self, request: Any) -> Any:
-        if not request.content:
-            return await super().answer(request)
-        name = json.loads(request.content)["prompt"]
-        if self.has == ["r0"]:
-            self.others.add(name)
-        self.has.append(name)
-        try:
-            await asyncio.sleep(0.03)
-            return await super().answer(request)
-        finally:
-            self.has.remove(name)
-
-
-def test_nobody_joins_a_request_that_is_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_joins_a_request_that_is_alone(tmp_path: Path) -> None:
     """One that another server has refused meanwhile would go down with it, and be suspected itself."""
-    monkeypatch.setattr(Server, "_rest", lambda self, seconds: None)
-    asked = Counter[str]()
+    site = Site(tmp_path, 2)
+    lines = Lines(site.path)
+    suspect, other = (lines.request(line) for line in lines.lines)
+    suspect.company = 1
 
-    def refuses(body: Any) -> Any:
-        asked[body["prompt"]] += 1
-        return httpx.Response(503) if body["prompt"] == "r1" and asked["r1"] < 40 else None
+    async def sent() -> list[set[str]]:
+        server = Server("http://s", None, 4, 60, httpx.MockTransport(Fake(seconds=5).answer))
+        await server.look()
+        found = []
+        with Answers(site.out, lines) as answers, BatchProgress(2, 0, 0, "out") as progress:
+            dispatch = Dispatch(lines, answers, [server], progress, 60, 1)
+            dispatch._left.clear()
+            dispatch._suspects.append(suspect)
+            for request in (None, other):
+                dispatch._left.extend(filter(None, [request]))
+                dispatch._send()
+                found.append({json.loads(asked.request.body)["prompt"] for asked in dispatch._asking.values()})
+            assert server.free == 3 and [*dispatch._left] == [other]
+            await dispatch._end()
+        return found
 
-    fakes = [Watched(slots, set()) for slots in (4, 1)]
-    for fake in fakes:
-        fake.handler = refuses
-    site = Site(tmp_path, 2, *fakes)
-    site.run()
-    records = site.records()
-    assert records["r0"]["error"] and records["r1"]["response"]["status_code"] == 200 and asked["r1"] == 40
-    assert fakes[0].others | fakes[1].others == set()
+    assert asyncio.run(sent()) == [{"r0"}, {"r0"}]
 
 
 def test_a_server_that_works_again_has_suspects_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
