@@ -127,8 +127,8 @@ class Dispatch:
                 bad.append((first, error))
                 continue
             self._ask(place, request)
-        while self._suspects and not (self._left or self.stopped) and (place := self._place_for(self._suspects[0])):
-            self._ask(place, self._suspects.popleft())
+        while self._suspects and not (self._left or self.stopped) and (free := self._place_for(self._suspects[0])):
+            self._ask(free, self._suspects.popleft())
         return bad
 
     def _ask(self, place: Place, request: Request) -> None:
