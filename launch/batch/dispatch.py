@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from lp.errors import UserError
 
@@ -15,12 +15,26 @@ from .lines import BadLine, Line, Lines, Request
 from .places import Later, Place, Reply, Server
 from .progress import BatchProgress
 
-SUSPECT = 2  # servers that fail while they have a request among others: from then on it is sent alone
 MOST_FAILURES = 3  # servers that fail while they have one request alone: then it is the reason
 TURN_S = 0.5  # at least as often, servers that rest are looked at
 FLUSH_S = 5.0  # for texts to end that were told to
 
-Asking = dict[asyncio.Task[Reply | Later], tuple[Place, Request]]
+
+class Asked(NamedTuple):
+    """A request under way.
+
+    Attributes:
+        place: where it is.
+        request: what is asked.
+        trusted: a failure says something of the request: the place's last one was answered, or no place's was.
+    """
+
+    place: Place
+    request: Request
+    trusted: bool
+
+
+Asking = dict[asyncio.Task[Reply | Later], Asked]
 
 
 class Dispatch:
@@ -51,7 +65,7 @@ class Dispatch:
         self._timeout_s = timeout_s
         self._drain_s = drain_s
         self._left: deque[Line | Request] = deque(line for line in lines.lines if line.key not in answers.done)
-        # Whose servers failed: sent behind all others, each to a server that has no other request.
+        # Whose servers failed: sent behind all others, half as many at a time, until the one at fault is alone.
         self._suspects: deque[Request] = deque()
         self._asking: Asking = {}
         self._looking: dict[asyncio.Task[None], Place] = {}
@@ -99,8 +113,8 @@ class Dispatch:
     def _send(self) -> list[tuple[Line, Reply | BadLine]]:
         """Send requests to places that are free; lines that are none."""
         bad: list[tuple[Line, Reply | BadLine]] = []
-        alone = {place for place, request in self._asking.values() if request.failures >= SUSPECT}
-        places = [place for place in self._places if place not in alone]
+        suspected = {asked.place for asked in self._asking.values() if asked.request.company}
+        places = [place for place in self._places if place not in suspected]
         while self._left and places and not self.stopped:
             place = max(places, key=lambda place: place.free)
             if place.free <= 0:
@@ -113,18 +127,24 @@ class Dispatch:
                 bad.append((first, error))
                 continue
             self._ask(place, request)
-        while self._suspects and not (self._left or self.stopped) and (idle := self._place_alone()):
-            self._ask(idle, self._suspects.popleft())
+        while self._suspects and not (self._left or self.stopped) and (free := self._place_for(self._suspects[0])):
+            self._ask(free, self._suspects.popleft())
         return bad
 
     def _ask(self, place: Place, request: Request) -> None:
         place.busy += 1
-        self._asking[asyncio.create_task(place.ask(request))] = (place, request)
+        place.most = max(place.most, place.busy)
+        trusted = not place.trouble or all(each.trouble for each in self._places)
+        self._asking[asyncio.create_task(place.ask(request))] = Asked(place, request, trusted)
 
-    def _place_alone(self) -> Place | None:
-        """Where a request can be sent alone: one whose last request failed would fail by itself, if others work."""
-        works = [place for place in self._places if not place.trouble] or self._places
-        return next((place for place in works if not place.busy and place.free > 0), None)
+    def _place_for(self, suspect: Request) -> Place | None:
+        """Where a suspect can be sent: to other suspects alone, no more of them than each may have for company."""
+        found = []
+        for place in self._places:
+            companies = [asked.request.company for asked in self._asking.values() if asked.place is place]
+            if place.free > 0 and place.busy < min([*companies, suspect.company]):
+                found.append(place)
+        return min(found, key=lambda place: (bool(place.trouble), place.busy), default=None)
 
     def _look(self) -> None:
         """Look at servers that are due."""
@@ -149,30 +169,26 @@ class Dispatch:
         """What was answered; the rest is to be asked again."""
         found: list[tuple[Line, Reply | BadLine]] = []
         for task in [task for task in self._asking if task.done()]:
-            place, request = self._asking.pop(task)
+            place, request, trusted = self._asking.pop(task)
+            others = place.most - 1
             place.busy -= 1
+            if not place.busy:
+                place.most = 0
             reply = task.result()
             if isinstance(reply, Reply):
                 found.append((request.line, reply))
                 continue
-            request.failures += reply.under_way
-            if request.failures < SUSPECT:
+            if reply.under_way:
+                request.company = max((others + 1) // 2, 1)
+                request.failures += trusted and not others
+            if not request.company:
                 self._left.appendleft(request)
-                continue
-            if request.failures < SUSPECT + MOST_FAILURES:
+            elif request.failures < MOST_FAILURES:
                 self._suspects.append(request)
-                continue
-            message = f"{MOST_FAILURES} servers failed while they had this request alone; the last one: {reply.why}"
-            self._clear_suspects()
-            found.append((request.line, BadLine("server_error", message)))
+            else:
+                message = f"{MOST_FAILURES} servers failed while they had this request alone; the last one: {reply.why}"
+                found.append((request.line, BadLine("server_error", message)))
         return found
-
-    def _clear_suspects(self) -> None:
-        """Send the others as before: what their servers failed by has been found."""
-        for request in self._suspects:
-            request.failures = 0
-        self._left.extend(self._suspects)
-        self._suspects.clear()
 
     async def _record(self, found: Sequence[tuple[Line, Reply | BadLine]]) -> None:
         if found:
@@ -199,7 +215,7 @@ class Dispatch:
             for place in self._places:
                 place.drain()
                 place.abandon()
-            own = [task for task, (place, _) in self._asking.items() if not isinstance(place, Server)]
+            own = [task for task, asked in self._asking.items() if not isinstance(asked.place, Server)]
             if own:
                 await asyncio.wait(own, timeout=FLUSH_S)
         for task in (*self._asking, *self._looking):

@@ -63,13 +63,15 @@ class Request:
         line: where it is.
         url: path of the endpoint.
         body: body of the request, as JSON.
-        failures: how often it was under way when its server failed, among others or alone.
+        failures: servers that failed while they had it alone.
+        company: requests that its server may have at a time, as servers failed that had more; 0: any number.
     """
 
     line: Line
     url: str
     body: bytes
     failures: int = field(default=0)
+    company: int = field(default=0)
 
 
 class Lines:

@@ -53,7 +53,7 @@ class BatchProgress:
         for reply in replies:
             usage = reply.body.get("usage") if reply else None
             if isinstance(usage, dict):
-                self._tokens += _count(usage.get("completion_tokens"))
+                self._tokens += _count(usage.get("completion_tokens", usage.get("output_tokens")))
                 self._steps += _count(usage.get("steps"))
         self.done, self.failed = done, failed
         self.say("")

@@ -19,6 +19,7 @@ from lp.errors import UserError
 from .api_errors import SHOWN, ApiError, of_validation
 from .llamacpp import llamacpp_routes
 from .openai import openai_routes
+from .responses_api import responses_routes
 from .served import Served
 from .status import OPEN_PATHS, open_paths, status_routes
 
@@ -49,8 +50,8 @@ def build_app(
         metrics_key, models_key: whether /metrics, and the list of models, need the key where there is one.
     """
     app = FastAPI(title="lp", version=lp.__version__, docs_url=None, redoc_url=None)  # theirs need the internet
-    for router in (openai_routes(served), llamacpp_routes(served), status_routes(served)):
-        app.include_router(router)
+    for routes in (openai_routes, responses_routes, llamacpp_routes, status_routes):
+        app.include_router(routes(served))
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(UserError, _user_error)
     app.add_exception_handler(RequestValidationError, _invalid)

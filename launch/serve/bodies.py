@@ -143,6 +143,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {  # the same for fields where other value
     "adaptive_target": (),
     "t_max_predict_ms": (0, -1),
     "modalities": ([], ["text"]),
+    "truncation": ("disabled",),
+    "verbosity": ("medium",),
+    **dict.fromkeys(("summary", "generate_summary"), ("auto",)),
     "response_format": ({}, {"type": "text"}),
     **dict.fromkeys(("guided_json", "json_schema", "web_search_options"), ()),
     **dict.fromkeys(("prompt_logprobs", "truncate_prompt_tokens", "truncate"), ()),
@@ -620,8 +623,13 @@ AnswerTokens = Annotated[Int, Field(ge=-1), AfterValidator(_some)]
 
 
 class ChatBody(OpenAI):
-    """Body of a request to /v1/chat/completions."""
+    """Body of a request to /v1/chat/completions.
 
+    Attributes:
+        MESSAGES: what errors call the field of the messages.
+    """
+
+    MESSAGES: ClassVar[str] = "messages"
     REFUSED = {
         **OpenAI.REFUSED,
         "functions": "give tools",

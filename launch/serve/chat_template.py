@@ -55,15 +55,15 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase, body: ChatBody, literal: Lit
         try:
             return text_tokens(tokenizer, text, literal)
         except ValueError as error:
-            raise ApiError(400, str(error), "messages") from None
+            raise ApiError(400, str(error), body.MESSAGES) from None
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools] if uses_tools(body) and body.tools else None
     messages = [_for_template(message) for message in body.messages]
     try:
         return chat_tokens(tokenizer, messages, literal, tools=tools, **given)
     except REFUSALS as error:
         refused = _refused(tokenizer, messages, literal, tools, given)
-        what = "these messages" if refused == "messages" else refused
-        raise ApiError(400, f"the model's chat template refuses {what}: {error}", refused) from None
+        what, param = (refused, refused) if refused else ("these messages", body.MESSAGES)
+        raise ApiError(400, f"the model's chat template refuses {what}: {error}", param) from None
 
 
 def _refused(
@@ -72,15 +72,15 @@ def _refused(
     literal: LiteralCopy | None,
     tools: list[dict[str, Any]] | None,
     given: dict[str, Any],
-) -> str:
-    """The field that a template refuses: the one without which it takes the others."""
+) -> str | None:
+    """The field that a template refuses: the one without which it takes the others; None where it is the messages."""
     for name, others in (("chat_template_kwargs", {"tools": tools}), ("tools", given)):
         try:
             chat_tokens(tokenizer, messages, literal, **others)
         except REFUSALS:
             continue
         return name
-    return "messages"
+    return None
 
 
 def uses_tools(body: ChatBody) -> bool:

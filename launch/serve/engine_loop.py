@@ -66,6 +66,7 @@ class Ending(NamedTuple):
         thought: characters of the reasoning that were held back.
         found: the stop string that ended it, if one did.
         num_tokens: tokens of the text up to its end, resumed ones included.
+        num_thought: how many of them are the reasoning's, where it is told apart.
         resumed: how many of these tokens a server before this one generated.
         sequence: index of the text among the choices of its prompt.
         prompt_tokens: how many tokens the prompt has.
@@ -81,6 +82,7 @@ class Ending(NamedTuple):
     thought: str = ""
     found: str | None = None
     num_tokens: int = 0
+    num_thought: int = 0
     resumed: int = 0
     sequence: int = 0
     prompt_tokens: int = 0
@@ -365,6 +367,7 @@ class EngineLoop:
             thought=watch.thought() if watch else "",
             found=watch.found if watch else None,
             num_tokens=watch.num_tokens if watch else len(text.spec.resumed) + len(output.tokens),
+            num_thought=watch.num_thought if isinstance(watch, ReasoningWatch) else 0,
             resumed=len(text.spec.resumed),
             sequence=text.spec.sequence,
             prompt_tokens=len(text.spec.prompt),

@@ -86,7 +86,7 @@ class _Answer:
         self.body = body
         self.kind = kind
         self.head: dict[str, Any] = {
-            "id": f"{prefix}-{uuid.uuid4().hex}",
+            "id": f"{prefix}{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": served.short_name,
         }
@@ -147,7 +147,7 @@ class Completion(_Answer):
     body: CompletionBody
 
     def __init__(self, served: Served, body: CompletionBody) -> None:
-        super().__init__(served, body, "cmpl", "text_completion")
+        super().__init__(served, body, "cmpl-", "text_completion")
         if body.logprobs is not None:
             served.check_logprobs()
         if body.suffix:
@@ -272,6 +272,7 @@ class Chat(_Answer):
     Args:
         served: the model.
         body: the request.
+        prefix: what the id begins with.
 
     Raises:
         ApiError: 400.
@@ -279,12 +280,12 @@ class Chat(_Answer):
 
     body: ChatBody
 
-    def __init__(self, served: Served, body: ChatBody) -> None:
-        super().__init__(served, body, "chatcmpl", "chat.completion")
+    def __init__(self, served: Served, body: ChatBody, prefix: str = "chatcmpl-") -> None:
+        super().__init__(served, body, prefix, "chat.completion")
         if body.logprobs:
             served.check_logprobs()
         self.tools = tool_format(served.tokenizer, served.model) if uses_tools(body) else None
-        prompt = served.checked(chat_prompt(served.tokenizer, body, served.literal), "messages")
+        prompt = served.checked(chat_prompt(served.tokenizer, body, served.literal), body.MESSAGES)
         self.prompts = [prompt]
         spec = spec_of(served, body, prompt, body.most_tokens)
         turn = served.tokenizer.eos_token_id if served.tokenizer.chat_template else None

@@ -101,7 +101,7 @@ class ReasoningWatch:
         answer: watches what comes behind the reasoning.
 
     Attributes:
-        num_tokens: how many tokens both parts have, up to where the client wants no more.
+        num_thought: how many tokens the reasoning has, those around it included.
     """
 
     def __init__(self, words: Vocabulary, prompt: Sequence[int], reasoning: Reasoning, answer: TextWatch) -> None:
@@ -109,7 +109,7 @@ class ReasoningWatch:
         self._detokenizer = Detokenizer(words, prompt)
         self._answer = answer
         self._is_within = reasoning.is_open
-        self._before = 0  # tokens of the reasoning, those around it included
+        self.num_thought = 0
         self._shown = ""
 
     def push(self, tokens: Sequence[int]) -> str:
@@ -117,7 +117,7 @@ class ReasoningWatch:
         rest = [*tokens]
         if rest and not self.num_tokens and not self._is_within and rest[0] == self._reasoning.begin:
             self._is_within = True
-            self._before += 1
+            self.num_thought += 1
             rest = rest[1:]
         if self._is_within and rest:
             has_end = self._reasoning.end in rest
@@ -126,7 +126,7 @@ class ReasoningWatch:
             if has_end:
                 self._shown += self._detokenizer.flush()
                 self._is_within = False
-            self._before += count + has_end
+            self.num_thought += count + has_end
             rest = rest[count + has_end :]
         return self._answer.push(rest) if rest else ""
 
@@ -143,7 +143,8 @@ class ReasoningWatch:
 
     @property
     def num_tokens(self) -> int:
-        return self._before + self._answer.num_tokens
+        """How many tokens both parts have, up to where the client wants no more."""
+        return self.num_thought + self._answer.num_tokens
 
     @property
     def ended(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -53,7 +53,11 @@ async def whole(request: Request, work: Awaitable[dict[str, Any]], timeout_s: fl
 
 
 async def streamed(
-    request: Request, chunks: AsyncGenerator[dict[str, Any], None], timeout_s: float, done: str = DONE
+    request: Request,
+    chunks: AsyncGenerator[dict[str, Any], None],
+    timeout_s: float,
+    done: str = DONE,
+    failure: Callable[[ApiError], dict[str, Any]] = ApiError.body,
 ) -> Response:
     """A stream of events; what fails before the first one has a status of its own.
 
@@ -62,6 +66,7 @@ async def streamed(
         chunks: bodies of events.
         timeout_s: seconds that the whole stream may take; 0: no limit.
         done: the last event.
+        failure: makes the event of an error.
     """
     deadline = asyncio.get_running_loop().time() + timeout_s if timeout_s else None
     try:
@@ -81,9 +86,9 @@ async def streamed(
                     chunk = await anext(chunks, None)
             yield done
         except TimeoutError:
-            yield _event(_late(timeout_s).body())
+            yield _event(failure(_late(timeout_s)))
         except ApiError as error:
-            yield _event(error.body())
+            yield _event(failure(error))
 
     return _EventStream(events(), chunks)
 
@@ -117,4 +122,6 @@ def _late(timeout_s: float) -> ApiError:
 
 
 def _event(data: dict[str, Any]) -> str:
-    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    """An event, under the name of its type where it has one."""
+    name = f"event: {data['type']}\n" if "type" in data else ""
+    return f"{name}data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"

@@ -475,6 +475,7 @@ def usage(prompts: Sequence[Sequence[int]], endings: Sequence[Ending], predicted
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached},
         "completion_tokens_details": {
+            "reasoning_tokens": sum(ending.num_thought for ending in endings),
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": max(predicted * len(endings) - accepted, 0),
         },

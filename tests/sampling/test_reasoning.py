@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor
+from transformers import AddedToken, LlamaConfig, LlamaForCausalLM, LogitsProcessor
 
 import lp
 from lp.errors import UserError
@@ -150,7 +150,7 @@ def server() -> Iterator[Running]:
     pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
     pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
     tokenizer = llama_2()
-    tokenizer.add_tokens(["<think>", "</think>"])
+    tokenizer.add_tokens([AddedToken(name, normalized=False) for name in ("<think>", "</think>")])  # as of Qwen3
     with serving(model_with(tokenizer), tokenizer, reasoning="auto") as running:
         yield running
 

@@ -171,29 +171,34 @@ def test_answers_are_the_decoders(
         line("prompt", prompt=1),
         line("model", prompt="x", model="other"),
         line("long", prompt="x " * 2000),
-        line("responses", "responses", input="x"),
         {**line("get", prompt="x"), "method": "GET"},
     ]
-    shuffled = [*lines, *bad]
+    asked = {"prompt": "def g(a):\n", "max_tokens": 9, "temperature": 0.8, "seed": 5}
+    response = {"input": asked["prompt"], "max_output_tokens": 9, "temperature": 0.8, "seed": 5}
+    shuffled = [*lines, *bad, line("responses", "responses", **response)]
     random.Random(1).shuffle(shuffled)
     path, out = write(tmp_path / "in.jsonl", shuffled), tmp_path / "out.jsonl"
     ran = start_app(batch, "batch", f"input={path}", f"out={out}", "max_sequences=4", *settings)
     assert ran.code == 0, ran.err
     found = read(out)
-    errors = {name: found.pop(name) for name in [None, "prompt", "model", "long", "responses", "get"]}
+    errors = {name: found.pop(name) for name in [None, "prompt", "model", "long", "get"]}
+    answer = found.pop("responses")["response"]["body"]
+    assert answer["output"][0]["content"][0]["text"] == oracle.text(asked) and answer["status"] == "incomplete"
     check(lines, found, oracle)
     assert errors[None]["response"] is None and errors[None]["error"]["code"] == "invalid_json_line"
     assert errors[None]["error"]["line"] == shuffled.index("nonsense") + 1
     assert errors["get"]["error"]["code"] == "invalid_method" and errors["get"]["response"] is None
     statuses = {name: error["response"]["status_code"] for name, error in errors.items() if error["response"]}
-    assert statuses == {"prompt": 400, "model": 404, "long": 400, "responses": 404}
+    assert statuses == {"prompt": 400, "model": 404, "long": 400}
     body = errors["long"]["response"]["body"]["error"]
     assert body["code"] == "context_length_exceeded" and body["type"] == "invalid_request_error"
     assert (
         f"{REQUESTS + 6} of {REQUESTS + 6} requests are answered in" in ran.out
-        and "6 with an error" in ran.out
+        and "5 with an error" in ran.out
         and "S " in ran.out
     )
+    generated = sum(record["response"]["body"]["usage"]["completion_tokens"] for record in found.values())
+    assert f"{generated + 9:,} tokens" in ran.out, ran.out
     before = out.read_bytes()
     again = start_app(batch, "batch", f"input={path}", f"out={out}", "model=hf", "model.name=./none")
     assert again.code == 0 and out.read_bytes() == before, again.err

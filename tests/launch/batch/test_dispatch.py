@@ -18,7 +18,7 @@ httpx = pytest.importorskip("httpx", reason="the extra `serve` is not installed"
 
 from launch.batch import places  # noqa: E402
 from launch.batch.answers import Answers  # noqa: E402
-from launch.batch.dispatch import MOST_FAILURES, SUSPECT, Dispatch  # noqa: E402
+from launch.batch.dispatch import MOST_FAILURES, Dispatch  # noqa: E402
 from launch.batch.lines import Lines  # noqa: E402
 from launch.batch.places import Server, retry_after_s, server_urls  # noqa: E402
 from launch.batch.progress import BatchProgress  # noqa: E402
@@ -247,8 +247,77 @@ def test_a_crash_is_no_fault_of_all_that_are_under_way(tmp_path: Path, monkeypat
     site.run()
     records = site.records()
     assert {name for name, record in records.items() if record["error"]} == fatal and len(records) == 150
-    # Each is tried twice among others and three times alone; the second one anew, once the first one is found.
-    assert fake.crashes <= 3 * (SUSPECT + MOST_FAILURES)
+    # Among 100, 50, 25, 12, 6, 3 and 1 others, and then alone.
+    assert fake.crashes <= len(fatal) * (7 + MOST_FAILURES)
+
+
+def test_hundreds_under_way_go_on_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a crash that no request is to blame for: one at a time they would take hours."""
+    monkeypatch.setattr(Server, "_rest", lambda self, seconds: None)
+    fake = Crashing(set(), 300)
+    ask = fake.answer
+
+    async def answer(request: Any) -> Any:
+        if request.content and not fake.crashes:
+            await asyncio.sleep(0.3)  # until all are there
+            fake.most = 0
+            raise httpx.ReadError("reset")
+        return await ask(request)
+
+    async def crash() -> None:
+        await asyncio.sleep(0.6)
+        fake.crashes += 1
+
+    monkeypatch.setattr(fake, "answer", answer)
+    fake.seconds = 0.05
+    site = Site(tmp_path, 300, fake)
+    site.run(crash)
+    site.check(300)
+    assert fake.most > 30
+
+
+def test_nobody_joins_a_request_that_is_alone(tmp_path: Path) -> None:
+    """One that another server has refused meanwhile would go down with it, and be suspected itself."""
+    site = Site(tmp_path, 2)
+    lines = Lines(site.path)
+    suspect, other = (lines.request(line) for line in lines.lines)
+    suspect.company = 1
+
+    async def sent() -> list[set[str]]:
+        server = Server("http://s", None, 4, 60, httpx.MockTransport(Fake(seconds=5).answer))
+        await server.look()
+        found = []
+        with Answers(site.out, lines) as answers, BatchProgress(2, 0, 0, "out") as progress:
+            dispatch = Dispatch(lines, answers, [server], progress, 60, 1)
+            dispatch._left.clear()
+            dispatch._suspects.append(suspect)
+            for request in (None, other):
+                dispatch._left.extend(filter(None, [request]))
+                dispatch._send()
+                found.append({json.loads(asked.request.body)["prompt"] for asked in dispatch._asking.values()})
+            assert server.free == 3 and [*dispatch._left] == [other]
+            await dispatch._end()
+        return found
+
+    assert asyncio.run(sent()) == [{"r0"}, {"r0"}]
+
+
+def test_a_server_that_works_again_has_suspects_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was idle to the end of the run where the other one had not failed."""
+    monkeypatch.setattr(Server, "_rest", lambda self, seconds: None)
+    crashed: list[str] = []
+
+    def crashes(body: Any) -> Any:
+        if len(crashed) < 8:
+            crashed.append(body["prompt"])
+            return httpx.ReadError("reset")
+        return None
+
+    fakes = Fake(slots=8, seconds=0.05, handler=crashes), Fake(slots=1, seconds=0.05)
+    site = Site(tmp_path, 40, *fakes)
+    site.run()
+    site.check(40)
+    assert sum(fakes[0].asked[name] == 2 for name in crashed) > 4
 
 
 def test_a_server_that_only_fails_condemns_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

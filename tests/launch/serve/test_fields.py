@@ -38,24 +38,30 @@ from launch.serve.bodies import (  # noqa: E402
     LlamaCpp,
     TokenizeBody,
 )
+from launch.serve.responses_bodies import ResponsesBody  # noqa: E402
 from lp.sampling.generation_config import FIELDS as LIBRARY  # noqa: E402
 from lp.sampling.generation_config import Does  # noqa: E402
 from tests.conftest import ROOT  # noqa: E402
 
 COMPLETE, CHAT, LLAMA, INFILL = "/v1/completions", "/v1/chat/completions", "/completion", "/infill"
+RESPONSES = "/v1/responses"
 BODIES: dict[str, type[Body]] = {
     COMPLETE: CompletionBody,
     CHAT: ChatBody,
+    RESPONSES: ResponsesBody,
     LLAMA: LlamaCpp,
     INFILL: InfillBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }
 ENDS = "".join(map(chr, [*range(10), *range(11, 32), *range(ord("A"), ord("Z") + 1)]))  # are EOS: half of all tokens
-SAMPLED = (COMPLETE, CHAT, LLAMA, INFILL)
+SAMPLED = (COMPLETE, CHAT, RESPONSES, LLAMA, INFILL)
 TOOL = {"type": "function", "function": {"name": "f", "description": "does", "parameters": {"type": "object"}}}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
 USER = {"role": "user", "content": "ab cd ab"}
+ITEM = {"type": "function_call", "call_id": "1", "name": "f", "arguments": '{"x": 1}'}
+OUTPUT = {"type": "function_call_output", "call_id": "1", "output": "one"}
+NOT_OF_RESPONSES = ("n", "stream_options", "response_format")
 TEMPLATE = (
     "{{ mark }}{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
     "{% for m in messages %}{{ m | tojson }}{% endfor %}{% if add_generation_prompt %}<answer>{% endif %}"
@@ -68,6 +74,7 @@ FORMAT: dict[str, Any] = {
 BASE: dict[str, dict[str, Any]] = {
     COMPLETE: {"prompt": "ab cd ab", "max_tokens": 8, "ignore_eos": True},
     CHAT: {"messages": [USER], "max_tokens": 8, "ignore_eos": True},
+    RESPONSES: {"input": [USER], "max_output_tokens": 8, "ignore_eos": True},
     LLAMA: {"prompt": "ab cd ab", "n_predict": 8, "ignore_eos": True},
     INFILL: {"input_prefix": "ab cd ab", "input_suffix": "cd", "n_predict": 8, "ignore_eos": True},
     "/tokenize": {"content": "ab"},
@@ -97,15 +104,22 @@ class Answer:
         if "choices" in self.data:
             choice = self.data["choices"][0]
             return str(choice["text"] if "text" in choice else choice["message"]["content"])
+        if "output" in self.data:
+            return str(self.data["output"][0]["content"][0]["text"])
         return str(self.data["content"])
 
     @property
     def prompt_tokens(self) -> int:
-        return int(self.data["usage"]["prompt_tokens"] if "usage" in self.data else self.data["tokens_evaluated"])
+        return self._counted("prompt_tokens", "input_tokens", "tokens_evaluated")
 
     @property
     def new_tokens(self) -> int:
-        return int(self.data["usage"]["completion_tokens"] if "usage" in self.data else self.data["tokens_predicted"])
+        return self._counted("completion_tokens", "output_tokens", "tokens_predicted")
+
+    def _counted(self, *names: str) -> int:
+        """A number of tokens, by the endpoint's name of it."""
+        figures = self.data.get("usage", self.data)
+        return int(next(figures[name] for name in names if name in figures))
 
 
 Seen = Callable[[Answer, Answer], bool]
@@ -197,6 +211,24 @@ def with_tool(**fields: Any) -> dict[str, Any]:
 def of_form(kind: str, seen: Seen, **given: Any) -> Changed:
     """A response_format; `ignore_eos` is refused beside it."""
     return Changed({"response_format": {"type": kind, **given}}, seen, without=("ignore_eos",), needs_grammar=True)
+
+
+def of_items(*items: dict[str, Any]) -> dict[str, Any]:
+    return {"input": [USER, *items] if items[0].get("type") else [*items]}
+
+
+def of_text(kind: str, seen: Seen, **given: Any) -> Changed:
+    """A form as /v1/responses has it; `ignore_eos` is refused beside it."""
+    return Changed({"text": {"format": {"type": kind, **given}}}, seen, without=("ignore_eos",), needs_grammar=True)
+
+
+def with_function(**fields: Any) -> dict[str, Any]:
+    return {"tools": [{"type": "function", "name": "f", "description": "does", "parameters": {"a": 1}} | fields]}
+
+
+def logprobs_of(answer: Answer) -> list[Any]:
+    """Log probabilities of an answer of /v1/responses."""
+    return list(answer.data["output"][0]["content"][0]["logprobs"])
 
 
 def ends_sooner(before: Answer, after: Answer) -> bool:
@@ -363,6 +395,68 @@ FIELDS: dict[str, dict[str, Entry]] = {
         "parallel_tool_calls": Elsewhere("test_tools.py::test_calls_are_parsed"),
         "chat_template_kwargs": Changed({"chat_template_kwargs": {"mark": "hello"}}, other_prompt),
     },
+    RESPONSES: {
+        **{name: entry for name, entry in OF_OPENAI.items() if name.partition(".")[0] not in NOT_OF_RESPONSES},
+        "input": Changed(of_items({"role": "user", "content": "xyz"})),
+        "input.type": Refused(of_items({"type": "web_search_call"})),
+        "input.role": Changed(of_items(USER | {"role": "system"}), other_prompt),
+        "input.content": Changed(of_items(USER | {"content": "xyz"})),
+        "input.content.type": Refused(of_items({"role": "user", "content": [{"type": "input_image", "text": "a"}]})),
+        "input.content.text": Changed(of_items({"role": "user", "content": [{"type": "input_text", "text": "xyz"}]})),
+        "input.summary": Changed(
+            of_items({"type": "reasoning", "summary": [{"type": "summary_text", "text": "so"}]}),
+            other_prompt,
+            before=of_items({"type": "reasoning"}),
+        ),
+        "input.summary.type": Refused(of_items({"type": "reasoning", "summary": [{"type": "x", "text": "so"}]})),
+        "input.summary.text": Changed(
+            of_items({"type": "reasoning", "summary": [{"type": "summary_text", "text": "so"}]}),
+            other_prompt,
+            before=of_items({"type": "reasoning", "summary": [{"type": "summary_text", "text": "then"}]}),
+        ),
+        "input.call_id": Changed(of_items(ITEM | {"call_id": "12"}), other_prompt, before=of_items(ITEM)),
+        "input.name": Changed(of_items(ITEM | {"name": "fgh"}), other_prompt, before=of_items(ITEM)),
+        "input.arguments": Changed(of_items(ITEM | {"arguments": "{}"}), other_prompt, before=of_items(ITEM)),
+        "input.output": Changed(
+            of_items(ITEM, OUTPUT | {"output": "wxyz"}), other_prompt, before=of_items(ITEM, OUTPUT)
+        ),
+        "input.output.type": Refused(of_items(OUTPUT | {"output": [{"type": "input_file", "text": "a"}]})),
+        "input.output.text": Changed(
+            of_items(ITEM, OUTPUT | {"output": [{"type": "input_text", "text": "wxyz"}]}),
+            other_prompt,
+            before=of_items(ITEM, OUTPUT),
+        ),
+        "instructions": Changed({"instructions": "xyz"}, other_prompt),
+        "max_output_tokens": Changed({"max_output_tokens": 5}, lambda before, after: after.new_tokens == 5),
+        "max_new_tokens": Changed(
+            {"max_new_tokens": 5}, lambda before, after: after.new_tokens == 5, without=("max_output_tokens",)
+        ),
+        "include": Changed(
+            {"include": ["message.output_text.logprobs"]},
+            lambda before, after: (len(logprobs_of(before)), len(logprobs_of(after))) == (0, 8),
+        ),
+        "top_logprobs": Changed(
+            {"top_logprobs": 2},
+            lambda before, after: len(logprobs_of(before)) == 0 and len(logprobs_of(after)[0]["top_logprobs"]) == 2,
+        ),
+        "text": of_text("json_object", is_object),
+        "text.format": of_text("json_object", is_object),
+        "text.format.type": Refused({"text": {"format": {"type": "xml"}}}),
+        "text.format.schema": of_text("json_schema", text_is("true|false"), schema={"type": "boolean"}),
+        "text.format.grammar": of_text("grammar", text_is("[ab]{3}"), grammar="root ::= [ab] [ab] [ab]"),
+        "text.format.regex": of_text("regex", text_is("[0-9]{3}"), regex="[0-9]{3}"),
+        "reasoning": Refused({"reasoning": {"effort": "low"}}),
+        "tools": Changed(with_function(), other_prompt),
+        "tools.type": Refused(with_function(type="custom")),
+        "tools.name": Changed(with_function(name="fgh"), other_prompt, before=with_function()),
+        "tools.description": Changed(with_function(description="d"), other_prompt, before=with_function()),
+        "tools.parameters": Changed(with_function(parameters={}), other_prompt, before=with_function()),
+        "tool_choice": Changed({"tool_choice": "none"}, other_prompt, before=with_function()),
+        "parallel_tool_calls": Elsewhere("test_tools.py::test_calls_are_parsed"),
+        "chat_template_kwargs": Changed({"chat_template_kwargs": {"mark": "hello"}}, other_prompt),
+        "metadata": Changed({"metadata": {"a": "b"}}, lambda before, after: after.data["metadata"] == {"a": "b"}),
+        "store": Changed({"store": True}, lambda before, after: same_text(before, after) and not after.data["store"]),
+    },
     LLAMA: {**OF_LLAMA, "prompt": Changed({"prompt": "xyz"})},
     INFILL: {
         **OF_LLAMA,
@@ -461,7 +555,8 @@ def ask(http: Any, path: str, body: dict[str, Any]) -> Answer:
     answer = http.post(path, json=body)
     if "event-stream" in answer.headers["content-type"]:
         events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
-        return Answer(answer.status_code, answer.headers, answer.text, json.loads(events[-1]))
+        last = json.loads(events[-1])
+        return Answer(answer.status_code, answer.headers, answer.text, last.get("response", last))
     return Answer(answer.status_code, answer.headers, answer.text, answer.json())
 
 

@@ -31,10 +31,12 @@ FORMAT = {  # all of a text is a call, which is never one
     "fields": {"tool_calls": {"open_pattern": r"\s*", "close": "<end>", "repeats": True, "content": "json"}},
 }
 POSTS = [
-    "/v1/completions", "/v1/chat/completions", "/completion", "/completions", "/infill", "/tokenize", "/detokenize",
+    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/completion", "/completions", "/infill", "/tokenize",
+    "/detokenize",
 ]  # fmt: skip
 SOUND: dict[str, dict[str, Any]] = {  # what half of the bodies have, so that they come further
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "abc"}]},
+    "/v1/responses": {"input": "abc"},
     "/infill": {"input_prefix": "abc", "input_suffix": "def"},
     "/tokenize": {"content": "abc"},
     "/detokenize": {"tokens": [1, 2]},
@@ -131,7 +133,15 @@ NO_BODIES = [
     b"", b"null", b"[]", b"{", b"\xff\xfe{}", b"[" * 5000, b'{"a":' * 5000, b'{"prompt": NaN}',
     b'{"prompt": "\\ud800"}', b'{"max_tokens": 1e999, "prompt": "a"}', b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
 ]  # fmt: skip
-PATHS = [*GETS, *POSTS, "/v1/models/..%2f..%2fetc%2fpasswd", "/..%2f..%2fetc/passwd", "/%00", "/v1/models/%ff"]
+PATHS = [
+    *GETS,
+    *POSTS,
+    "/v1/models/..%2f..%2fetc%2fpasswd",
+    "/v1/responses/a",
+    "/..%2f..%2fetc/passwd",
+    "/%00",
+    "/v1/models/%ff",
+]
 METHODS = ["GET", "PUT", "DELETE", "PATCH", "OPTIONS", "POST"]
 
 

@@ -1,15 +1,14 @@
 """Real routers in front of two servers: texts are a server's own, and a server that is killed loses nothing else.
 
-`pip install smg sglang-router vllm-router` in an environment of their own; LP_ROUTERS names its folder bin.
+`pip install smg sglang-router vllm-router` in environments of their own; LP_ROUTERS names their folders
+bin, as PATH does.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +20,7 @@ from typing import Any
 import pytest
 
 import lp
+from scripts.studies.parts.routers import LAUNCH, free_port, program, router_command
 from tests.conftest import Processes
 
 for package in ("fastapi", "uvicorn", "prometheus_client"):
@@ -35,14 +35,6 @@ NEW = 120
 KILLED_AFTER = 6  # requests of the second round
 RETRYABLE = (500, 502, 503, 504)
 COMPLETIONS = 'lp_requests_total{path="/v1/completions",status="200"}'
-LAUNCH = {"smg": ["smg", "launch"], "sglang-router": ["sglang-router", "launch"], "vllm-router": ["vllm-router"]}
-
-
-def free_port() -> int:
-    """A port that nothing uses now."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 class Site:
@@ -61,13 +53,7 @@ class Site:
         self.urls = [f"http://127.0.0.1:{port}" for port in self.ports]
         assert all(eventually(lambda url=url: self.status(f"{url}/ready") == 200, 120) for url in self.urls)  # type: ignore[misc]
         port = free_port()
-        command = LAUNCH[router]
-        program = shutil.which(command[0], path=os.environ.get("LP_ROUTERS", os.environ["PATH"]))
-        assert program
-        settings = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
-        settings += ["--worker-urls", *self.urls, "--policy", policy]
-        settings += ["--health-check-endpoint", "/ready", "--health-check-interval-secs", "1"]
-        self.router = self.start([program, *command[1:], *settings, "--cb-timeout-duration-secs", "5"], "router")
+        self.router = self.start(router_command(router, policy, self.urls, port), "router")
         self.url = f"http://127.0.0.1:{port}"
 
     def routes(self) -> bool:
@@ -163,7 +149,7 @@ def test_two_servers_behind_a_router(
     router: str, policy: str, processes: Processes, tmp_path: Path, expected: dict[int, Any]
 ) -> None:
     """A probe, a status or a field that a router does not understand would cost requests, or a server for ever."""
-    if not shutil.which(LAUNCH[router][0], path=os.environ.get("LP_ROUTERS", os.environ["PATH"])):
+    if not program(router):
         pytest.skip(f"{router} is not installed; pip install {router}, and LP_ROUTERS=its folder bin")
     with closing(Site(processes, tmp_path, router, policy)) as site:
         assert site.routes(), (tmp_path / "router").read_text()[-2000:]
