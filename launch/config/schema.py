@@ -487,6 +487,8 @@ class ServeConfig(AnsweringConfig):
     Args:
         host: where rank 0 listens; 0.0.0.0 is every address of the machine, which wants an api_key.
         port: the port; 0 takes any free one, and says which.
+        api_keys: a file with a line NAME KEY for each client, beside `api_key`: what is kept of texts (pool.history, a
+            session's pool, prefixes) is for texts of the same name alone. null: there are no named keys.
         metrics_key: whether /metrics needs the key too: scrapers rarely have one.
         models_key: whether the list of models needs the key: false lets a router's probes read it.
         max_waiting: texts that may wait; further ones are refused with 429.
@@ -494,6 +496,7 @@ class ServeConfig(AnsweringConfig):
 
     host: str = "127.0.0.1"
     port: int = 8000
+    api_keys: str | None = None
     metrics_key: bool = False
     models_key: bool = True
     max_waiting: int = 64

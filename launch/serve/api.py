@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import re
-from collections.abc import Awaitable, Callable, Container, MutableMapping
+from collections.abc import Awaitable, Callable, Container, Mapping, MutableMapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -20,7 +20,7 @@ from .api_errors import SHOWN, ApiError, of_validation
 from .llamacpp import llamacpp_routes
 from .openai import openai_routes
 from .responses_api import responses_routes
-from .served import Served
+from .served import OWNER, Served
 from .status import OPEN_PATHS, open_paths, status_routes
 
 Message = MutableMapping[str, Any]
@@ -39,6 +39,7 @@ def build_app(
     host: str = LOOPBACK[0],
     metrics_key: bool = False,
     models_key: bool = True,
+    named_keys: Mapping[str, str] | None = None,
 ) -> Any:
     """The ASGI application: all endpoints behind the checks of key, host and size.
 
@@ -48,6 +49,7 @@ def build_app(
         max_body_bytes: the largest body of a request, in bytes.
         host: where the server listens. A server of LOOPBACK answers requests without a key to these names alone.
         metrics_key, models_key: whether /metrics, and the list of models, need the key where there is one.
+        named_keys: keys of clients by their names, one of which will do, too; None: none.
     """
     app = FastAPI(title="lp", version=lp.__version__, docs_url=None, redoc_url=None)  # theirs need the internet
     for routes in (openai_routes, responses_routes, llamacpp_routes, status_routes):
@@ -59,7 +61,9 @@ def build_app(
     app.add_exception_handler(RecursionError, _too_deep)
     app.add_exception_handler(Exception, _failure)
     by_any_name = host not in LOOPBACK
-    return Guard(app, served, api_key, max_body_bytes, by_any_name, open_paths(metrics_key, models_key))
+    keys = {} if api_key is None else {api_key: ""}
+    keys |= {key: name for name, key in (named_keys or {}).items()}
+    return Guard(app, served, keys, max_body_bytes, by_any_name, open_paths(metrics_key, models_key))
 
 
 async def _api_error(request: Request, error: Exception) -> JSONResponse:
@@ -103,7 +107,8 @@ class Guard:
     Args:
         app: what is behind it.
         served: the model, whose metrics count responses.
-        api_key, max_body_bytes: see `build_app`.
+        keys: keys that clients may give, with the name of each; none: there is no key.
+        max_body_bytes: see `build_app`.
         by_any_name: any name that a client calls the server by will do, with a key or without.
         open_paths: what is answered without the key.
     """
@@ -114,7 +119,7 @@ class Guard:
         self,
         app: FastAPI,
         served: Served,
-        api_key: str | None,
+        keys: Mapping[str, str],
         max_body_bytes: int,
         by_any_name: bool,
         open_paths: Container[str],
@@ -124,7 +129,7 @@ class Guard:
         self.max_body_bytes = max_body_bytes
         self.by_any_name = by_any_name
         self.open_paths = open_paths
-        self._key = None if api_key is None else api_key.encode()
+        self._keys = {key.encode(): name for key, name in keys.items()}
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -157,11 +162,13 @@ class Guard:
         await self.app(scope, replay, counted)
 
     def _check_key(self, scope: Message) -> bool:
-        """Refuse a request that lacks the key it needs; whether it has one."""
-        if self._key is None:
+        """Refuse a request that lacks the key it needs, and note its key's name; whether it has one."""
+        if not self._keys:
             return False
         given = dict(scope["headers"]).get(b"authorization", b"")
-        has_key = hmac.compare_digest(given, b"Bearer " + self._key)
+        names = [name for key, name in self._keys.items() if hmac.compare_digest(given, b"Bearer " + key)]
+        has_key = bool(names)
+        scope[OWNER] = names[0] if names else ""
         if not has_key and scope["path"] not in self.open_paths:
             raise ApiError(401, "this server needs its API key; send it as Authorization: Bearer KEY")
         return has_key
@@ -170,7 +177,7 @@ class Guard:
         """A web page can let its own name lead to this machine, and would be of the server's own origin then."""
         given = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
         name = PORT.sub("", given).strip("[]").lower()
-        harmless = self._key is not None and scope["path"] in OPEN_PATHS
+        harmless = bool(self._keys) and scope["path"] in OPEN_PATHS
         if not (self.by_any_name or has_key or harmless or not name or name in LOOPBACK):
             names = ", ".join(LOOPBACK)
             message = f"this server is not called {name[:SHOWN]!r}; call it by one of {names}, or give it an api_key"

@@ -35,7 +35,9 @@ def llamacpp_routes(served: Served) -> APIRouter:
         await served.check_grammar(body.grammar_given, body.grammar_field)
         text = body.prompt
         given = await asyncio.to_thread(served.encode, text) if isinstance(text, str) else list(text)
-        return await respond(request, LlamaCompletion(served, body, served.checked(given, "prompt")))
+        return await respond(
+            request, LlamaCompletion(served.asked_by(request.scope), body, served.checked(given, "prompt"))
+        )
 
     @router.post("/infill")
     async def infill(body: InfillBody, request: Request) -> Response:
@@ -54,7 +56,9 @@ def llamacpp_routes(served: Served) -> APIRouter:
         prompt, truncated = await asyncio.to_thread(
             served.fim.prompt, body.input_prefix + body.prompt, body.input_suffix, room, extras
         )
-        return await respond(request, LlamaCompletion(served, body, prompt, served.fim.ends, truncated))
+        return await respond(
+            request, LlamaCompletion(served.asked_by(request.scope), body, prompt, served.fim.ends, truncated)
+        )
 
     return router
 

@@ -38,7 +38,9 @@ def openai_routes(served: Served) -> APIRouter:
     async def completions(body: CompletionBody, request: Request) -> Response:
         served.check_model(body.model)
         await served.check_grammar(body.grammar_given, body.grammar_field)
-        completion = await asyncio.to_thread(Completion, served, body)  # a long text takes seconds to encode
+        completion = await asyncio.to_thread(
+            Completion, served.asked_by(request.scope), body
+        )  # a long text takes seconds to encode
         if body.stream:
             return await streamed(request, completion.chunks(), timeout_s)
         return await whole(request, completion.whole(), timeout_s)
@@ -47,7 +49,7 @@ def openai_routes(served: Served) -> APIRouter:
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         served.check_model(body.model)
         await served.check_grammar(body.grammar_given, body.grammar_field)
-        chat = await asyncio.to_thread(Chat, served, body)
+        chat = await asyncio.to_thread(Chat, served.asked_by(request.scope), body)
         if body.stream:
             return await streamed(request, chat.chunks(), timeout_s)
         return await whole(request, chat.whole(), timeout_s)

@@ -34,6 +34,7 @@ from ..running.errors import explain
 from ..running.hydra_app import CONF, import_plugins, register_resolvers
 from .api import build_app
 from .engine_loop import EngineLoop
+from .named_keys import read_keys
 from .opening import open_engine, read_settings
 from .server import FAILURE_SHOWN_S, check
 
@@ -149,7 +150,7 @@ class Replica:
     def __serve_build_asgi_app__(self) -> Any:
         """The endpoints, under any name: whoever asks is Ray's proxy."""
         config = self._config
-        keys = config.metrics_key, config.models_key
+        keys = config.metrics_key, config.models_key, read_keys(config.api_keys)
         return build_app(self._served, config.api_key, config.max_body_bytes, "0.0.0.0", *keys)
 
     def check_health(self) -> None:

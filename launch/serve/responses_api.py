@@ -37,7 +37,7 @@ def responses_routes(served: Served) -> APIRouter:
     async def responses(body: ResponsesBody, request: Request) -> Response:
         served.check_model(body.model)
         await served.check_grammar(body.grammar_given, body.grammar_field)
-        answer = await asyncio.to_thread(ResponsesAnswer, served, body)
+        answer = await asyncio.to_thread(ResponsesAnswer, served.asked_by(request.scope), body)
         if body.stream:
             return await streamed(request, answer.events(), timeout_s, done="", failure=answer.failed)
         return await whole(request, answer.whole(), timeout_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -51,6 +52,9 @@ class Limits:
     timeout_s: float = 600.0
 
 
+OWNER = "lp.owner"  # where a request's scope has the name of its key
+
+
 @dataclass(frozen=True, kw_only=True)
 class Served:
     """A model that is served: what endpoints ask for, and how texts are handed to the engine.
@@ -68,6 +72,7 @@ class Served:
         fim: makes prompts of gaps; None where the model has no tokens for it.
         reasoning: tokens around the reasoning that answers of a chat begin with; None where that is no matter.
         created: time of the start.
+        owner: name of the key of the client that asks, in what `asked_by` gives.
     """
 
     name: str
@@ -83,6 +88,7 @@ class Served:
     reasoning: ReasoningBlock | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     served_as: Sequence[str] = ()
+    owner: str = ""
     literal: LiteralCopy = field(init=False)  # of the tokenizer
     words: Vocabulary = field(init=False)  # its tokens
     names: ModelNames = field(init=False)
@@ -92,6 +98,12 @@ class Served:
         object.__setattr__(self, "literal", LiteralCopy(self.tokenizer))
         object.__setattr__(self, "words", Vocabulary(self.tokenizer))
         object.__setattr__(self, "names", ModelNames.of(self.name, self.served_as))
+
+    def asked_by(self, scope: Mapping[str, Any]) -> Served:
+        """This model for the client that a request came from, as its scope tells."""
+        asked = copy.copy(self)
+        object.__setattr__(asked, "owner", scope.get(OWNER, ""))
+        return asked
 
     @property
     def short_name(self) -> str:
@@ -358,7 +370,7 @@ class TextGroup:
         self._waits_for_first = set(range(len(wanted)))
         loop = served.loop
         served.check_count(len(wanted))
-        specs, unfinished = [text.spec for text in wanted], served.unfinished
+        specs, unfinished = [replace(text.spec, owner=served.owner) for text in wanted], served.unfinished
         key = unfinished.key(specs)
         self._noted = unfinished.begin(name, key, texts=len(wanted), seed=(specs[0].sampling or {}).get("seed"))
         specs = unfinished.resumed(specs, key)

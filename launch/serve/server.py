@@ -17,6 +17,7 @@ from ..config.sampling import describe_sampling
 from ..config.schema import ServeConfig
 from ..running.once import rank
 from .engine_loop import EngineLoop
+from .named_keys import read_keys
 from .opening import Opened, check_answering, check_packages, follow, open_engine, own_journal, read_settings, report
 
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")  # of the extra
@@ -63,6 +64,7 @@ def check(config: ServeConfig) -> None:
     """
     check_packages("serve", PACKAGES)
     check_answering(config)
+    read_keys(config.api_keys)
     check_int("port", config.port, 0, 65535, "0 takes any free one")
     check_int("max_waiting", config.max_waiting, 0, float("inf"), "0 refuses what can't begin at once")
 
@@ -81,7 +83,7 @@ def listen(config: ServeConfig, bound: socket.socket, opened: Opened) -> None:
     failed = threading.Event()
     loop = EngineLoop(opened.engine, opened.grammars, config.max_waiting, failed.set)
     served = opened.served(config, loop)
-    keys = config.metrics_key, config.models_key
+    keys = config.metrics_key, config.models_key, read_keys(config.api_keys)
     app = build_app(served, config.api_key, config.max_body_bytes, config.host, *keys)
     settings = uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=KEEP_ALIVE_S)
     server = DrainingServer(settings, loop, config.drain_s)
@@ -126,7 +128,7 @@ def _announce(config: ServeConfig, bound: socket.socket, name: str, sampling: lp
     print(
         f"serving {name} ({config.decoder.name}, {describe_sampling(sampling)}) on {where}; Ctrl-C ends it", flush=True
     )
-    if config.api_key is None and config.host not in LOOPBACK:
+    if config.api_key is config.api_keys is None and config.host not in LOOPBACK:
         print("warning: there is no api_key: whoever reaches this address can use the model", file=sys.stderr)
 
 

@@ -36,6 +36,7 @@ class TextSpec:
         reasoning: the fields of `Reasoning` where the text may begin with some; None where it does not.
         logprobs: how many of the likeliest tokens are reported beside each token; None reports none, and no log
             probability of the token either.
+        owner: name of the client's key; empty where it has none.
     """
 
     prompt: list[int]
@@ -52,6 +53,7 @@ class TextSpec:
     resumed: list[int] = field(default_factory=list)
     logprobs: int | None = None
     reasoning: Sequence[int] | None = None
+    owner: str = ""
 
     def as_data(self) -> dict[str, Any]:
         """Its fields in JSON's types; not copied, as prompts are long."""
@@ -86,6 +88,7 @@ class TextSpec:
             "prediction": self.prediction,
             "grammar": self._grammar(grammars),
             "continued": len(self.resumed),
+            "owner": self.owner,
         }
 
     def _grammar(self, grammars: Grammars) -> Grammar | None:

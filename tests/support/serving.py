@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -71,6 +71,7 @@ def serving(
     api_key: str | None = None,
     metrics_key: bool = False,
     models_key: bool = True,
+    named_keys: Mapping[str, str] | None = None,
     max_body_bytes: int = 1 << 20,
     sampling: lp.SamplingParams | None = None,
     decoder: Callable[[], lp.LookaheadDecoder] | None = None,
@@ -108,7 +109,9 @@ def serving(
         fim=FimPrompts(tokenizer, fim) if fim else None,
         reasoning=reasoning_block(tokenizer, reasoning),
     )
-    app = build_app(served, api_key, max_body_bytes, metrics_key=metrics_key, models_key=models_key)
+    app = build_app(
+        served, api_key, max_body_bytes, metrics_key=metrics_key, models_key=models_key, named_keys=named_keys
+    )
     socket = bind("127.0.0.1", 0)
     settings = uvicorn.Config(
         app,

@@ -28,11 +28,8 @@ def tokenizer_with(tokens: list[str]) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-@pytest.fixture(scope="module")
-def infill_server() -> Iterator[Running]:
+def infilling_model() -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
     """A random model with Qwen2.5-Coder's special tokens."""
-    for package in ("fastapi", "uvicorn", "prometheus_client", "httpx"):
-        pytest.importorskip(package, reason="the extra `serve` is not installed")
     tokenizer = tokenizer_with(QWEN)
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -46,7 +43,15 @@ def infill_server() -> Iterator[Running]:
         initializer_range=0.1,
         eos_token_id=None,
     )
-    with serving(LlamaForCausalLM(config).eval(), tokenizer) as running:
+    return LlamaForCausalLM(config).eval(), tokenizer
+
+
+@pytest.fixture(scope="module")
+def infill_server() -> Iterator[Running]:
+    """A server of such a model."""
+    for package in ("fastapi", "uvicorn", "prometheus_client", "httpx"):
+        pytest.importorskip(package, reason="the extra `serve` is not installed")
+    with serving(*infilling_model()) as running:
         yield running
 
 

@@ -1,0 +1,106 @@
+"""Keys with names: who may ask, and that what is kept of one client's texts is of no use to another."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lp
+from launch.serve.named_keys import read_keys
+from lp.errors import UserError
+from tests.launch.serve.test_infill import infilling_model
+from tests.support.serving import STEP_TIMES, serving
+
+for package in ("fastapi", "uvicorn", "prometheus_client", "httpx"):
+    pytest.importorskip(package, reason="the extra `serve` is not installed")
+
+PROMPT = "def fibonacci(n):\n    a, b = 0, 1\n"
+ASKED: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": PROMPT, "max_tokens": 12, "temperature": 0},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 12, "temperature": 0},
+    "/v1/responses": {"input": PROMPT, "max_output_tokens": 16, "temperature": 0},
+    "/completion": {"prompt": PROMPT, "n_predict": 12, "temperature": 0},
+    "/infill": {"input_prefix": PROMPT, "input_suffix": "\n", "n_predict": 12, "temperature": 0},
+}
+KEYS = {"ann": "a-key", "bob": "b-key"}
+
+
+def header(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def test_each_key_is_let_in_and_no_other() -> None:
+    """A name is no key, and one client's key in place of the server's is one as good."""
+    with serving(*lp.load("demo"), api_key="s3cret", named_keys=KEYS) as running:
+        http = running.http()
+        for key in ("a-key", "b-key", "s3cret"):
+            assert http.get("/v1/models", headers=header(key)).status_code == 200
+        for key in ("other", "ann", "a-keyb-key"):
+            assert http.get("/v1/models", headers=header(key)).status_code == 401, key
+        assert http.get("/v1/models").status_code == 401
+    with serving(*lp.load("demo"), named_keys=KEYS) as running:
+        assert running.http().get("/v1/models").status_code == 401, "named keys alone keep others out, too"
+
+
+@pytest.mark.parametrize("path", ASKED)
+def test_what_is_kept_is_the_key_s_own(path: str, tmp_path: Path) -> None:
+    """Every endpoint: one that forgets whose request it is tells a client what others have asked."""
+    model, tokenizer = infilling_model() if path == "/infill" else lp.load("demo")
+    config = lp.LookaheadConfig(adaptive=True, history=str(tmp_path / "history"))
+    build = partial(lp.LookaheadDecoder, model, config, step_times=STEP_TIMES)
+    with serving(model, tokenizer, api_key="s3cret", named_keys=KEYS, decoder=build) as running:
+        http = running.http()
+        reused, texts = [], []
+        for key in ("a-key", "b-key", "a-key", "s3cret"):
+            answer = http.post(path, json=ASKED[path], headers=header(key))
+            assert answer.status_code == 200, answer.text
+            text = {name: value for name, value in answer.json().items() if name in ("content", "choices")}
+            texts.append(str(text))
+            reused.append(_reused(answer.json()))
+        assert reused[0] == reused[1] == reused[3] == 0 < reused[2], reused
+        assert len({*texts}) == 1
+    names = {file.name for file in tmp_path.iterdir()}
+    assert names == {"history", "history.ann", "history.bob"}
+    sizes = {name: (tmp_path / name).stat().st_size for name in names}
+    assert sizes["history"] == sizes["history.bob"] < sizes["history.ann"]
+
+
+def _reused(answer: dict[str, Any]) -> int:
+    """Tokens of the prompt that were cached before."""
+    if "usage" not in answer:
+        return int(answer["timings"]["cache_n"])
+    details = answer["usage"].get("prompt_tokens_details") or answer["usage"]["input_tokens_details"]
+    return int(details["cached_tokens"])
+
+
+def test_a_file_of_keys(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("# clients\n\nann a-key\n  bob\tb-key  \n")
+    assert read_keys(str(path)) == KEYS
+    assert read_keys(None) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "has no key; give a line NAME KEY"),
+        ("ann s3cret more", "line 1 of .* is not NAME KEY"),
+        ("ann", "line 1 of .* is not NAME KEY"),
+        ("../ann s3cret", "line 1 of .* is not NAME KEY"),
+        ("ann a\nann s3cret", "line 2 of .* has a name or a key that is there already"),
+        ("ann s3cret\nbob s3cret", "line 2 of .* has a name or a key that is there already"),
+        ("änn s3cret", "it has other characters than ASCII's"),
+    ],
+)
+def test_a_file_that_is_none_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    """And the message, which goes to a terminal or a log, has no key."""
+    path = tmp_path / "keys"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match=message) as raised:
+        read_keys(str(path))
+    assert "s3cret" not in str(raised.value)
+    with pytest.raises(UserError, match=r"can't be read .*; give a file of lines NAME KEY"):
+        read_keys(str(tmp_path / "none"))
