@@ -1,23 +1,27 @@
-"""S with a corpus of a repository and without, at equal step tokens, on files that the corpus has not.
+"""S with a corpus of a repository, with a history, and without, at equal step tokens, on files that neither has.
 
     python scripts/tables.py corpus FOLDER --model MODEL --positions 20 --max-new-tokens 48
+    python scripts/tables.py corpus FOLDER --model MODEL --past 100 --max-new-tokens 48
     python scripts/tables.py corpus FOLDER --cost --positions 20     # what a corpus that never matches costs
 
 A quarter of the folder's .py files is held out, and the corpus is made of the others. A text goes on at a position of a
-held-out file, drawn by a seed, from what the file has before it. The interval of 95 % of a ratio is a bootstrap over
-positions. With --cost steps with a corpus of tokens that no text has take turns with those without one, and their
-seconds of the thread are compared.
+held-out file, drawn by a seed, from what the file has before it. With --past each text comes behind as many
+completions at positions of the other files, which a history has, and a session's pool. The interval of 95 % of a ratio
+is a bootstrap over positions. With --cost steps with a corpus of tokens that no text has take turns with those without
+one, and their seconds of the thread are compared.
 """
 
 from __future__ import annotations
 
 import random
+import shutil
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from statistics import geometric_mean
+from typing import Any
 
 import numpy as np
 
@@ -27,10 +31,25 @@ from lp.draft.pool.model_ngrams import write_file
 from lp.models.loader import vocabulary_size
 
 from .first_contact import interval, token_times
-from .harness import Method, Result, Row, Table, TextStudy, budget_config, compression, grouped, option, step_tokens
+from .harness import (
+    Method,
+    Result,
+    Row,
+    Table,
+    TextStudy,
+    budget_config,
+    compression,
+    counts,
+    grouped,
+    option,
+    sampling_at,
+    step_tokens,
+)
 from .parts.held_out import Tree
 
 WITHOUT, WITH, COST = "without", "with", "cost"
+HISTORY, SESSION = "history", "session"
+NAMES = {WITH: "the corpus", HISTORY: "a history", SESSION: "a session's pool"}
 
 
 @dataclass(kw_only=True)
@@ -43,13 +62,14 @@ class Corpora(TextStudy):
     temperatures: list[float] = option([0.0, 0.2])
     budget: int = option(48, "most tokens a step")
     max_new_tokens: int = option(48)
+    past: int = option(0, "completions of other files that come before each text")
     cost: bool = option(False, "compare seconds beside a corpus that never matches")
-    SHARED = (*TextStudy.SHARED, "positions", "seed", "budget", "cost")
+    SHARED = (*TextStudy.SHARED, "positions", "seed", "budget", "past", "cost")
 
     @cached_property
     def tree(self) -> Tree:
         """The files, divided, and the positions."""
-        return Tree.divided(self.folder, self.positions, self.seed)
+        return Tree.divided(self.folder, self.positions, self.seed, past=self.past)
 
     def shared(self) -> Result:
         return super().shared() | {"folder": self.folder.name}
@@ -62,10 +82,46 @@ class Corpora(TextStudy):
     def methods(self) -> Mapping[str, Method]:
         if self.cost:
             return {COST: self.seconds_beside}
+        without = self.decodes(lambda model: lp.LookaheadDecoder(model, budget_config(self.budget)))
+        if self.past:
+            return {WITHOUT: without} | {name: partial(self.behind_others, name) for name in (HISTORY, SESSION)}
         return {
-            WITHOUT: self.decodes(lambda model: lp.LookaheadDecoder(model, budget_config(self.budget))),
+            WITHOUT: without,
             WITH: self.decodes(lambda model: lp.LookaheadDecoder(model, self.config(self.corpus))),
         }
+
+    def behind_others(self, name: str, row: Row) -> Result:
+        """The text behind past completions alone: what it leaves itself is thrown away."""
+        file = Path(self.stack.enter_context(tempfile.TemporaryDirectory()), name)
+        shutil.copy(self.remembered(name, row.key["temperature"]), file)
+        return counts(self.completed(self.remembering(name, file), row.item, row.key["temperature"], row.key["index"]))
+
+    def remembered(self, name: str, temperature: float) -> Path:
+        """The file of what the past completions have left."""
+        if (name, temperature) not in self.files:
+            file = Path(self.stack.enter_context(tempfile.TemporaryDirectory()), name)
+            decoder = self.remembering(name, file)
+            for index, prompt in enumerate(self.tree.past, self.positions):
+                self.completed(decoder, prompt, temperature, index)
+            self.files[name, temperature] = file
+        return self.files[name, temperature]
+
+    @cached_property
+    def files(self) -> dict[tuple[str, float], Path]:
+        """What `remembered` has made."""
+        return {}
+
+    def remembering(self, name: str, file: Path) -> lp.LookaheadDecoder:
+        """A decoder with a history, or a session's pool, in a file."""
+        kept: dict[str, dict[str, Any]] = {
+            HISTORY: {"history": str(file)},
+            SESSION: {"pool_scope": lp.PoolScope.SESSION, "pool_mib": 128, "pool_file": str(file)},
+        }
+        return lp.LookaheadDecoder(self.loaded.model, budget_config(self.budget, **kept[name]))
+
+    def completed(self, decoder: lp.Decoder, prompt: str, temperature: float, index: int) -> lp.GenerationOutput:
+        """What a decoder writes behind a prompt."""
+        return decoder.generate(self.ids(prompt), self.max_new_tokens, sampling_at(temperature), sequence=index)
 
     def config(self, corpus: str) -> lp.LookaheadConfig:
         """A fixed budget as without it, with a corpus."""
@@ -113,16 +169,18 @@ class Corpora(TextStudy):
         lines = []
         for temperature, of in grouped(results, "temperature").items():
             by = grouped(of, "method")
-            low, high = ratio_interval(by[WITH], by[WITHOUT])
-            lines.append(
-                (
-                    f"{temperature:g}",
-                    str(len(by[WITH])),
-                    *(f"{compression(by[name]):.2f} at {step_tokens(by[name]):.0f}" for name in (WITHOUT, WITH)),
-                    f"{compression(by[WITH]) / compression(by[WITHOUT]):.3f} [{low:.3f}, {high:.3f}]",
+            for name in (each for each in NAMES if each in by):
+                low, high = ratio_interval(by[name], by[WITHOUT])
+                lines.append(
+                    (
+                        f"{temperature:g}",
+                        str(len(by[name])),
+                        NAMES[name],
+                        *(f"{compression(by[each]):.2f} at {step_tokens(by[each]):.0f}" for each in (WITHOUT, name)),
+                        f"{compression(by[name]) / compression(by[WITHOUT]):.3f} [{low:.3f}, {high:.3f}]",
+                    )
                 )
-            )
-        columns = ("T", "positions", "S without, at step tokens", "S with the corpus", "ratio")
+        columns = ("T", "positions", "with", "S without, at step tokens", "S with it", "ratio")
         tokens = cache(lambda: sum(len(self.ids(text)) for text in self.tree.texts))
         yield Table(columns, lines, note=f"Corpus: {len(self.tree.texts)} files, {tokens():,} tokens.")
 

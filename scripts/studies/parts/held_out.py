@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,15 @@ class Tree:
     Attributes:
         texts: contents of the files that are to be a corpus.
         prompts: what stands before each position in the other files.
+        past: what stands before positions in the files that are to be a corpus, for completions that come before.
     """
 
     texts: list[str]
     prompts: list[str]
+    past: list[str]
 
     @classmethod
-    def divided(cls, folder: Path, positions: int, seed: int = 0, ending: str = ".py") -> Tree:
+    def divided(cls, folder: Path, positions: int, seed: int = 0, ending: str = ".py", past: int = 0) -> Tree:
         """Divide the files of a folder; the seed draws which are held out, and the positions in them.
 
         Raises:
@@ -42,15 +45,12 @@ class Tree:
         texts = [text for path in paths if (text := text_of(path))]
         drawn.shuffle(texts)
         count = max(round(HELD_OUT * len(texts)), 1)
-        fitting = [text for text in texts[:count] if len(text) >= FEWEST + BEHIND]
-        if not fitting:
+        parts = texts[:count], texts[count:]
+        held_out, others = ([text for text in part if len(text) >= FEWEST + BEHIND] for part in parts)
+        if not held_out or (past and not others):
             raise UserError(f"{str(folder)!r} has no {ending} files of {FEWEST + BEHIND} characters to hold out")
-        prompts = []
-        for _ in range(positions):
-            text = drawn.choice(fitting)
-            at = drawn.randint(FEWEST, len(text) - BEHIND)
-            prompts.append(text[max(at - BEFORE, 0) : at])
-        return cls(texts[count:], prompts)
+        prompts = [_before_a_position(held_out, drawn) for _ in range(positions)]
+        return cls(texts[count:], prompts, [_before_a_position(others, drawn) for _ in range(past)])
 
     def corpus(self, tokenizer: Any, vocabulary_size: int) -> np.ndarray:
         """The corpus of the files that are not held out, as a file's array."""
@@ -60,3 +60,10 @@ class Tree:
         ]
         files = [IndexedFile(str(index), 0, 0, len(text)) for index, text in enumerate(tokens)]
         return new_file(vocabulary_size, tokens, Listing("", 0, files))
+
+
+def _before_a_position(texts: Sequence[str], drawn: random.Random) -> str:
+    """What stands before a position that is drawn in one of these texts."""
+    text = drawn.choice(texts)
+    at = drawn.randint(FEWEST, len(text) - BEHIND)
+    return text[max(at - BEFORE, 0) : at]
