@@ -32,6 +32,7 @@ REMOVED = {
     "decoder.pool_mib": "write pool.mib=...",
     "decoder.pool_file": "write pool.file=...",
     "decoder.pool_model_ngrams": "write pool.model_ngrams=...",
+    "decoder.max_spec_offset": "in Python: lp.SuffixConfig(max_spec_offset=...)",
     "decoder.adaptive": "choose decoder=lookahead_auto for true, decoder=lookahead for false",
     "sampling.seed": "write seed=...",
     "W_per_rank": "with decoder=lookahead_auto W is each rank's; else write W=<ranks x W of a rank>",

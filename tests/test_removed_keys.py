@@ -49,7 +49,7 @@ GROUP = "parallel="
 # Written out here too, or a key that is dropped from REMOVED would be a case less.
 GONE = (
     *(f"decoder.{name}" for name in sorted(SWITCHES)),
-    *(f"decoder.{name}" for name in ("window_size", "ngram_size", "guess_set_size", "adaptive")),
+    *(f"decoder.{name}" for name in ("window_size", "ngram_size", "guess_set_size", "adaptive", "max_spec_offset")),
     *(f"decoder.pool_{name}" for name in ("scope", "mib", "file", "model_ngrams")),
     *("W_per_rank", "G_per_rank", "measure_step_times"),
     *("sampling.seed", "model.attn_implementation", "parallel.setup_timeout_s"),
@@ -86,9 +86,9 @@ def test_all_that_is_gone_is_tried_here() -> None:
 def test_a_key_that_another_decoder_still_has() -> None:
     """A wrong value of it was called a key that is gone."""
     with pytest.raises((HydraException, OmegaConfBaseException)) as raised:
-        compose("generate", ["decoder=lookahead_paper", "decoder.warmup_steps=abc"])
+        compose("generate", ["decoder=lookahead_paper", "decoder.prompt_ngrams=abc"])
     told = explain(raised.value)
-    assert "gone" not in told and "warmup_steps" in told and "abc" in told
+    assert "gone" not in told and "prompt_ngrams" in told and "abc" in told
 
 
 @pytest.mark.usefixtures("configs")

@@ -587,6 +587,8 @@ def mirror(config: type, name: str, values: Mapping[str, Any] | None = None, wit
 UNDRAFTED: dict[str, type] = {"plain": PlainSchema, "autoregressive": AutoregressiveSchema}
 SAMPLINGS: dict[str, type] = {"greedy": GreedySchema, "sample": mirror(SamplingParams, "sample", without=["seed"])}
 
+PYTHON_ALONE = ("ablation", "warmup_steps", "max_spec_offset")  # fields of draft sources' configs that have no key
+
 
 @dataclass(frozen=True)
 class DecoderChoice:
@@ -606,9 +608,9 @@ class DecoderChoice:
 
     def schema(self, name: str) -> type:
         """What Hydra merges into: the config's fields but W, N, G and the pool's, which are keys of the app, those that
-        the choice decides, and the ablation, which Python alone sets.
+        the choice decides, and those that Python alone sets.
         """
-        return mirror(self.config, name, without={*SHAPE_KEYS, *POOL_KEYS, *self.values, "ablation"})
+        return mirror(self.config, name, without={*SHAPE_KEYS, *POOL_KEYS, *self.values, *PYTHON_ALONE})
 
 
 def decoder_choices() -> dict[str, DecoderChoice]:

@@ -27,6 +27,7 @@ PLACES = {
     "prediction": "docs/experiments/serving.md",
     "probe": "docs/experiments/exactness.md",
     "results": "docs/experiments/results.md",
+    "router_sessions": "docs/guide/growing.md",
     "scaling_law": "docs/experiments/scaling.md",
     "scaling_projection": "docs/experiments/scaling.md",
     "serve_load": "docs/experiments/serving.md",
