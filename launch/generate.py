@@ -27,7 +27,7 @@ from .config.builders import ORACLE
 from .config.schema import Config, TextOutput
 from .data.prompts import Prompt
 from .running.once import on_rank_0
-from .running.session import WARM_UP_TOKENS, Session, open_session
+from .running.session import WARM_UP_TOKENS, Session, check_forgets, open_session
 from .text.stream import Pen, show, shows_colours
 
 SHOWN_PROMPT_LINES = 8
@@ -40,6 +40,8 @@ def generate(config: Config) -> None:
         KeyboardInterrupt: Ctrl-C or SIGTERM came; everything that was generated has been shown.
         ValueError: a user error.
     """
+    if config.compare:
+        check_forgets(config, "compare=true")
     session = open_session(config)
     report = TextReport(setting=describe(session), method=next(iter(session.decoders)), sampling=session.sampling)
     output = config.output

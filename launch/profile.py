@@ -43,7 +43,7 @@ from .config.schema import Output, ProfileConfig
 from .data.prompts import load_builtin
 from .data.shapes import SHAPES, build_shape, shape_config, sketch, weight_bytes
 from .running.once import on_rank_0
-from .running.session import check_common, load_model, open_context
+from .running.session import check_common, check_forgets, load_model, open_context
 
 TRANSFORMERS = "transformers generate"
 
@@ -55,6 +55,7 @@ def profile_model(config: ProfileConfig) -> None:
         ValueError: a user error.
     """
     check_common(config)
+    check_forgets(config, "lp profile")
     if config.decoder.name in (PLAIN, ORACLE):
         name = config.decoder.name
         raise UserError(f"decoder.name is {name!r}, which runs no lookahead steps; compare=true times plain decoding")

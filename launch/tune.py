@@ -19,7 +19,6 @@ from rich.table import Table
 import lp
 from lp.budget.step_times import StepTimes
 from lp.commands import app_command
-from lp.errors import UserError
 from lp.waits import waiting
 
 from .bench.alternation import warm_up
@@ -30,7 +29,7 @@ from .cli import start
 from .config.builders import PLAIN, measured, shape_and_pool
 from .config.sampling import describe_sampling, seeded
 from .config.schema import POOL_KEYS, Output, TuneConfig
-from .running.session import WARM_UP_TOKENS, Session, checked, open_model
+from .running.session import WARM_UP_TOKENS, Session, check_forgets, checked, open_model
 
 
 def tune(config: TuneConfig) -> None:
@@ -91,11 +90,7 @@ def tune(config: TuneConfig) -> None:
 
 def _open(config: TuneConfig) -> Session[TuneConfig]:
     prompts, sampling, builders = checked(config, [PLAIN])
-    if config.pool.scope != lp.PoolScope.REQUEST:
-        raise UserError(
-            f"pool.scope is {config.pool.scope!r}, with which a setting's speed is that of the prompts before it too; "
-            "take pool.scope=request"
-        )
+    check_forgets(config, "lp tune")
     lp.LookaheadConfig(**shape_and_pool(config))  # refused before the model is loaded
     context, loaded = open_model(config)
     return Session(

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -318,6 +319,26 @@ def check_common(config: Common) -> None:
         raise UserError(f"generation_config is {follows!r}; it must be {AUTO} or {NONE}")
     if "" in config.stop_strings:
         raise UserError("stop_strings has an empty string, which every text ends with; leave it out")
+
+
+def check_forgets(config: Common, run: str) -> None:
+    """Refuse a pool that remembers texts, in a run that has a text more than once.
+
+    Args:
+        config: the run's config.
+        run: what the message calls the run.
+
+    Raises:
+        ValueError: names the key and the remedy.
+    """
+    remedies = {"pool.scope": (config.pool.scope != lp.PoolScope.REQUEST, "request")}
+    remedies["pool.history"] = (config.pool.history is not None, "null")
+    for key, (remembers, remedy) in remedies.items():
+        if remembers:
+            given = attrgetter(key)(config)
+            raise UserError(
+                f"{key} is {given!r}, which would have the texts of {run} from their first time on; take {key}={remedy}"
+            )
 
 
 def known_device(device: str) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -17,7 +17,7 @@ from lp.sampling.logprob_sampler import Logprob
 
 from ..text.detokenizer import Detokenizer, TokenWalk
 from .api_errors import ApiError
-from .bodies import ChatBody, CompletionBody, OpenAI, plain_text
+from .bodies import ChatBody, CompletionBody, OpenAI, Sampled, plain_text
 from .chat_template import answer, chat_prompt, tool_format, uses_tools
 from .engine_loop import Ending, Piece
 from .logprobs import LegacyLogprobs, chat_logprobs, prompt_offsets
@@ -25,6 +25,9 @@ from .reasoning import Reasoning
 from .responses import streamed, whole
 from .served import FINISH_REASON, Served, TextGroup, Wanted, usage
 from .spec import TextSpec
+
+Asked = TypeVar("Asked", bound=Sampled)
+Made = TypeVar("Made")
 
 COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 
@@ -36,25 +39,36 @@ def openai_routes(served: Served) -> APIRouter:
 
     @router.post("/v1/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:
-        served.check_model(body.model)
-        await served.check_grammar(body.grammar_given, body.grammar_field)
-        completion = await asyncio.to_thread(
-            Completion, served.asked_by(request.scope), body
-        )  # a long text takes seconds to encode
+        completion = await begun(Completion, served, request, body)
         if body.stream:
             return await streamed(request, completion.chunks(), timeout_s)
         return await whole(request, completion.whole(), timeout_s)
 
     @router.post("/v1/chat/completions")
     async def chat_completions(body: ChatBody, request: Request) -> Response:
-        served.check_model(body.model)
-        await served.check_grammar(body.grammar_given, body.grammar_field)
-        chat = await asyncio.to_thread(Chat, served.asked_by(request.scope), body)
+        chat = await begun(Chat, served, request, body)
         if body.stream:
             return await streamed(request, chat.chunks(), timeout_s)
         return await whole(request, chat.whole(), timeout_s)
 
     return router
+
+
+async def begun(make: Callable[[Served, Asked], Made], served: Served, request: Request, body: Asked) -> Made:
+    """The answer to a request whose model's name and grammar are found to be right.
+
+    Args:
+        make: makes the answer of the model, as the client may use it, and of the body.
+        served: the model.
+        request: the client's request.
+        body: what it asks for.
+
+    Raises:
+        ApiError: 400, 404.
+    """
+    served.check_model(body.model)
+    await served.check_grammar(body.grammar_given, body.grammar_field)
+    return await asyncio.to_thread(make, served.asked_by(request.scope), body)  # a long text takes seconds to encode
 
 
 def spec_of(served: Served, body: OpenAI, prompt: list[int], max_tokens: int | None) -> TextSpec:

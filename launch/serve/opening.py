@@ -194,11 +194,10 @@ def open_engine(config: AnsweringConfig, settings: Settings) -> Opened:
 
 def warm_up(engine: lp.Engine) -> None:
     """A short text, so that the first client waits for nothing to be compiled."""
-    engine.submit([0], WARM_UP_TOKENS, eos_token_id=())
-    engine.submit([0, 0], WARM_UP_TOKENS, lp.SamplingParams(seed=0), eos_token_id=())
+    engine.submit([0], WARM_UP_TOKENS, eos_token_id=(), owner=None)
+    engine.submit([0, 0], WARM_UP_TOKENS, lp.SamplingParams(seed=0), eos_token_id=(), owner=None)
     while engine.step():
         pass
-    engine.clear_prefixes()
 
 
 def follow(opened: Opened) -> None:

@@ -10,7 +10,6 @@ response.completed, or response.incomplete where the text was cut, or response.f
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
@@ -20,7 +19,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from .api_errors import SHOWN, ApiError
-from .openai import Chat
+from .openai import Chat, begun
 from .responses import streamed, whole
 from .responses_bodies import KEPT, ResponsesBody
 from .served import Served
@@ -35,9 +34,7 @@ def responses_routes(served: Served) -> APIRouter:
 
     @router.post("/v1/responses")
     async def responses(body: ResponsesBody, request: Request) -> Response:
-        served.check_model(body.model)
-        await served.check_grammar(body.grammar_given, body.grammar_field)
-        answer = await asyncio.to_thread(ResponsesAnswer, served.asked_by(request.scope), body)
+        answer = await begun(ResponsesAnswer, served, request, body)
         if body.stream:
             return await streamed(request, answer.events(), timeout_s, done="", failure=answer.failed)
         return await whole(request, answer.whole(), timeout_s)

@@ -39,51 +39,50 @@ class DraftConfig(Protocol):
         """The steps that it takes: the window and the largest draft tree."""
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+def _alone(numbers: Sequence[int] | None) -> Sequence[int] | None:
+    return numbers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallInfo:
+    """What a factory may know of a `generate` call before its text begins; every rank knows the same.
+
+    Attributes:
+        vocabulary_size: size of the model's vocabulary.
+        model_folder: folder that the model was loaded from, or its name; may be empty.
+        owner: whose text it is: what sources remember of texts is for the same owner's alone; None: nothing is
+            remembered.
+        is_main: whether this is the one rank that may write files.
+        share: hands rank 0's numbers, int64, or None, to every rank.
+    """
+
+    vocabulary_size: int
+    model_folder: str = ""
+    owner: str | None = ""
+    is_main: bool = True
+    share: Callable[[Sequence[int] | None], Sequence[int] | None] = _alone
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call(CallInfo):
     """What a factory may know of the `generate` call that it makes a source for.
 
     Attributes:
         prompt: token ids.
-        vocabulary_size: size of the model's vocabulary.
         max_length: tokens that the text may reach, the prompt included.
         noise: (seed, sequence) of the sampler's noise; None where tokens are not sampled under it.
         step_tokens: most tokens of a step, on all ranks, that an adaptive budget finds worth their time; None: the
             budget is fixed.
         temperature: the sampler's temperature; 1 where it has none.
-        model_folder: folder that the model was loaded from, or its name; may be empty.
         check_same: refuses digests, by name, that differ among ranks.
-        owner: whose text it is: what sources remember of texts is for the same owner's alone.
     """
 
     prompt: Sequence[int]
-    vocabulary_size: int
     max_length: int
     noise: tuple[int, int] | None
     step_tokens: int | None
     temperature: float
-    model_folder: str
     check_same: Callable[[Mapping[str, int]], None]
-    owner: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class BeforeText:
-    """What a factory may know before a text that is about to be asked for; every rank asks alike.
-
-    Attributes:
-        model_folder: folder that the model was loaded from, or its name; may be empty.
-        vocabulary_size: size of the model's vocabulary.
-        owner: whose text it is.
-        is_main: whether this is the one rank that may write files.
-        share: hands rank 0's numbers, int64, or None, to every rank.
-    """
-
-    model_folder: str
-    vocabulary_size: int
-    owner: str
-    is_main: bool
-    share: Callable[[Sequence[int] | None], Sequence[int] | None]
 
 
 class SourceFactory(ABC):
@@ -93,12 +92,9 @@ class SourceFactory(ABC):
     def new_source(self, call: Call) -> DraftSource:
         """Make the source that drafts in one call."""
 
-    def digests(self, beginning: BeforeText) -> dict[str, int]:
+    def digests(self, info: CallInfo) -> dict[str, int]:
         """Digests that ranks compare before a text, by name: its sources must begin alike on every rank."""
         return {}
-
-    def call_ended(self, is_main: bool, owner: str) -> None:  # noqa: B027
-        """A text of this owner is complete; `is_main` on the one rank that may write files."""
 
 
 class _OneEachCall(SourceFactory):

@@ -87,7 +87,7 @@ class TextCaches:
             running: gives texts whose caches may be copied, besides those that have ended.
         """
         source, count = None, 0
-        if self.reuses:
+        if self.reuses and request.owner is not None:
             source, count = self._prefixes.longest(request.prompt[:-1], running(), request.owner)
         while self.pool.free < slots and self._prefixes.drop_oldest(but=source):
             pass

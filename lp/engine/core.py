@@ -289,7 +289,7 @@ class EngineCore:
         return [
             CachedText(np.array(text.cached_everywhere, np.int64), text.cache, text.request.owner)
             for text, handle in self.running.items()
-            if handle.reusable
+            if handle.reusable and text.request.owner is not None
         ]
 
     def _advance(self) -> dict[Generation, Stop]:
@@ -373,11 +373,13 @@ class EngineCore:
             output.finish_reason = reason or output.finish_reason
             output.reused = handle.reused
             handle.end(output)
-            self.decoder.ended(text.request, output.step_stats)
-        tokens = text.cached_everywhere if self._caches.reuses and handle.reusable else []
+            self.decoder.ended(output.step_stats)
+        owner = text.request.owner
+        keeps = self._caches.reuses and handle.reusable and owner is not None
+        tokens = text.cached_everywhere if keeps else []
         with computing_on(self._device):
             # Alike on every rank, whatever went wrong on one.
-            self._caches.give_back(text.cache, tokens, failure, text.request.owner)
+            self._caches.give_back(text.cache, tokens, failure, owner or "")
         failure = None  # whose traceback has this frame
 
     def _fail(self, text: Generation, error: BaseException) -> None:

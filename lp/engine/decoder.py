@@ -99,7 +99,7 @@ class Decoder:
         generation_config: str | None = None,
         seed: int | None = None,
         continued: int = 0,
-        owner: str = "",
+        owner: str | None = "",
     ) -> GenerationOutput:
         """Generate from one prompt.
 
@@ -130,7 +130,8 @@ class Decoder:
             seed: seed of a sampled text where `sampling` names none; None draws one on rank 0.
             continued: how many of the prompt's last tokens are of the text itself, which an earlier call began.
             owner: whose text it is, of ASCII letters, digits, "_" and "-": what is kept of texts (a session's pool, a
-                history, prefixes that an engine reuses) is used for texts of the same owner alone.
+                history, prefixes that an engine reuses) is used for texts of the same owner alone. None: this text
+                leaves nothing, and uses nothing that others have left.
 
         Returns:
             GenerationOutput.
@@ -192,7 +193,7 @@ class Decoder:
         generation_config: str | None = None,
         seed: int | None = None,
         continued: int = 0,
-        owner: str = "",
+        owner: str | None = "",
     ) -> Request:
         """The checked call; arguments and errors are those of `generate`.
 
@@ -202,8 +203,8 @@ class Decoder:
         check_adapter(self.model)  # again: one may have been added since
         prompt = prompt_ids(self.model, input_ids)
         check_sampling(asked := sampling)
-        check_kind("owner", owner, str, "a name, or an empty text")
-        if not OWNER.fullmatch(owner):
+        check_kind("owner", owner, (str, type(None)), "a name, an empty text, or None")
+        if owner is not None and not OWNER.fullmatch(owner):
             raise UserError(f"owner is {owner!r}; give up to 64 ASCII letters, digits, '_' and '-'")
         check_callback("on_tokens", on_tokens, "a function of (new tokens, step), or None")
         max_new_tokens = check_int("max_new_tokens", max_new_tokens, 1, math.inf, "ask for at least one token")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from functools import partial
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -19,7 +20,7 @@ from lp.config import Capture, Exact, LookaheadConfig
 from lp.digest import chain_digest, text_digest
 from lp.draft.grammar_drafts import GrammarDrafts
 from lp.draft.prediction import Prediction
-from lp.draft.registry import BeforeText, Call, DraftConfig, source_of
+from lp.draft.registry import Call, CallInfo, DraftConfig, source_of
 from lp.draft.share import step_tokens
 from lp.draft.source import DraftSource
 from lp.engine.batch import BatchDecoder
@@ -172,43 +173,43 @@ class LookaheadDecoder(BatchDecoder):
     def source(self, request: Request) -> DraftSource:
         """What proposes draft tokens in one call."""
         call = Call(
+            **self._known(request),
             prompt=request.prompt,
-            vocabulary_size=vocabulary_size(self.model),
             max_length=request.limit,
             noise=request.sampler.noise_key,
             step_tokens=self.step_times.affordable_tokens * self.context.steps.size if self.step_times else None,
             temperature=request.sampler.processors.temperature,
-            model_folder=self._model_folder,
             check_same=partial(check_same, self.context.ranks, "beginning a session's pool"),
-            owner=request.owner,
         )
         return self.factory.new_source(call)
 
     def _asked(self, request: Request) -> dict[str, int]:
         """Digests of what ranks must agree on, by name."""
         asked = {item.name: getattr(self.settings, item.name) for item in fields(self.settings)}
+        asked |= {"max_new_tokens": request.max_new_tokens, **request.stopping.settings, **request.sampler.settings}
         asked |= {
             "owner": request.owner,
-            "max_new_tokens": request.max_new_tokens,
-            **request.stopping.settings,
-            **request.sampler.settings,
+            "exact": str(self.exact),
+            "context limit": request.limit,
+            "step time table": self.step_times,
         }
-        asked |= {"exact": str(self.exact), "context limit": request.limit, "step time table": self.step_times}
         asked |= {"step tokens": self.span}  # of which `exact=bitwise` may allow fewer on one device than on another
         if self.exact == Exact.BITWISE and self.model.device.type == "cpu":
             asked["threads"] = torch.get_num_threads()
         digests = {name: text_digest(repr(value)) for name, value in asked.items()}
         digests["prediction"] = chain_digest(0, request.prediction)
-        digests |= self._source_digests(request)
+        digests |= self.factory.digests(CallInfo(**self._known(request)))
         return {"prompt": chain_digest(0, request.prompt), **digests}
 
-    def _source_digests(self, request: Request) -> dict[str, int]:
-        """Digests of what the sources of all ranks begin with alike, by name."""
-        share = partial(self.context.share_numbers, call="opening a history")
-        beginning = BeforeText(
-            self._model_folder, vocabulary_size(self.model), request.owner, self.context.is_main, share
-        )
-        return self.factory.digests(beginning)
+    def _known(self, request: Request) -> dict[str, Any]:
+        """The fields of CallInfo."""
+        return {
+            "vocabulary_size": vocabulary_size(self.model),
+            "model_folder": self._model_folder,
+            "owner": request.owner,
+            "is_main": self.context.is_main,
+            "share": partial(self.context.share_numbers, call="opening a history"),
+        }
 
     @property
     def most_step_tokens(self) -> int:
@@ -220,7 +221,7 @@ class LookaheadDecoder(BatchDecoder):
         if not self.context.alone:
             check_same(self.context.ranks, f"beginning {self.call}", self._asked(request))
         else:
-            self._source_digests(request)  # refuses a file that is missing
+            self.factory.digests(CallInfo(**self._known(request)))  # refuses a file that is missing
         if self._step_times:
             self._step_times.update()
 
@@ -243,6 +244,5 @@ class LookaheadDecoder(BatchDecoder):
         with self.context.setting_up("capturing steps") if on_gpu else nullcontext(), waiting("capturing steps"):
             capture()
 
-    def ended(self, request: Request, stats: list[StepStats]) -> None:
+    def ended(self, stats: list[StepStats]) -> None:
         self._last = stats
-        self.factory.call_ended(self.context.is_main, request.owner)

@@ -27,7 +27,8 @@ class Request:
         prediction: tokens that the caller expects; draft tokens.
         grammar: grammar that the text follows; None for none.
         seed: seed of the text's noise or draws; None where nothing is drawn.
-        owner: whose text it is: prefixes, session and history are kept apart by owner.
+        owner: whose text it is: prefixes, session and history are kept apart by owner; None: the text leaves nothing,
+            and uses nothing that others have left.
     """
 
     prompt: list[int]
@@ -42,7 +43,7 @@ class Request:
     prediction: Sequence[int] = ()
     grammar: Grammar | None = None
     seed: int | None = None
-    owner: str = ""
+    owner: str | None = ""
 
     def limit_at(self, position: int) -> int:
         """Positions below it may be used by a step whose `c` is at `position`."""

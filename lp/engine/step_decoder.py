@@ -68,5 +68,5 @@ class StepDecoder(Decoder, ABC):
         """Capture a text's steps before its first one, by `capture`: the same call on every rank."""
         capture()
 
-    def ended(self, request: Request, stats: list[StepStats]) -> None:
+    def ended(self, stats: list[StepStats]) -> None:
         """Called after every text that has ended, with what its steps took."""

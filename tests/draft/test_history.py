@@ -357,6 +357,31 @@ def test_a_running_text_s_cache_is_its_owner_s(tmp_path: Path) -> None:
         assert [handle.result().reused for handle in (first, *handles)] == [0, 0, len(ids) - 1, 0]
 
 
+def test_a_text_of_nobody_leaves_nothing(tmp_path: Path) -> None:
+    """A server's own first text would be in every history, and would take the place of a client's prefix."""
+    config = config_of(tmp_path / "history", pool_scope="session", pool_file=str(tmp_path / "pool"))
+    decoder = lp.LookaheadDecoder(tiny_model(), config)
+    ids = drawn_text(random.Random(1), 30)
+    with lp.Engine(decoder, cache_tokens=512) as engine:
+        outputs = []
+        for owner in (None, None, "", None, ""):
+            handle = engine.submit(ids, 30, owner=owner)
+            engine.run()
+            outputs.append(handle.result())
+            if owner is None and len(outputs) < 3:
+                assert not [*tmp_path.iterdir()]
+        running = engine.submit(ids, 30, owner=None)
+        engine.step()
+        beside = engine.submit(ids, 4, owner=None)
+        engine.run()
+        assert [running.result().reused, beside.result().reused] == [0, 0]
+    nobody, again, first, still, last = outputs
+    assert steps_of(nobody) == steps_of(again) == steps_of(still) and nobody.reused == still.reused == 0
+    assert first.reused == 0 and last.reused == len(ids) - 1 and last.steps < first.steps
+    del decoder, engine
+    assert len(kept_in(tmp_path / "history")) == 2
+
+
 @pytest.mark.parametrize("owner", ["a/b", "ä", "x" * 65, "a b", ".."])
 def test_owners_that_would_name_other_files_are_refused(owner: str) -> None:
     """An owner's name ends a file's name."""

@@ -46,6 +46,8 @@ BAD = {
     "max_new_tokens=0": "max_new_tokens is 0; it must be an integer >= 1",
     "limit=0": "limit is 0",
     "repeats=0": "repeats is 0",
+    "compare=true pool.history=x": "pool.history is 'x', which would have the texts of compare=true from their first",
+    "compare=true pool.scope=session": "pool.scope is 'session', which would have the texts of compare=true",
     "stream=maybe": "stream: Value 'maybe'",
     "output=xml": "output: Invalid value 'xml', expected one of [table, text, json]",
     "windw=3": "unknown config key 'windw'; known here: model, decoder",

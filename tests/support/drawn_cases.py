@@ -74,6 +74,7 @@ class Case:
         bitwise: dtype of the weights in the mode `exact="bitwise"`, where logits are those of `PlainDecoder` in it
             bit for bit, and nothing is promised against `generate`; "" for the usual mode, in float64.
         corpora: seed of corpora that the pool looks in, which have much of the text; 0 for none.
+        history: seed of the texts that a history has from the start; those that end join it; 0 for no history.
     """
 
     arch: str = "llama"
@@ -107,6 +108,7 @@ class Case:
     server: int = -1
     bitwise: str = ""
     corpora: int = 0
+    history: int = 0
 
     @classmethod
     def drawn(
@@ -142,7 +144,7 @@ class Case:
         strings = ["".join(rng.choices("abc", k=rng.randint(1, 3))) for _ in range(rng.randint(1, 2))]
         sampled = takes("sampled", 0.8 if long else 0.4) or "warpers" in wanted
         method = rng.choice([*PEERS] if takes("another method", 0.25) else ["lookahead"])
-        method = "lookahead" if {"adaptive", "session pool", "broadcast", "corpora"} & {*wanted} else method
+        method = "lookahead" if {"adaptive", "session pool", "broadcast", "corpora", "history"} & {*wanted} else method
         config = _drawn_config(rng, method)
         if method == "lookahead":
             config |= {"adaptive": True} if "adaptive" in wanted else {}
@@ -195,6 +197,9 @@ class Case:
         own = random.Random(f"corpora-{seed}")
         if method == "lookahead" and ("corpora" in wanted or own.random() < 0.1):
             drawn = replace(drawn, corpora=own.randrange(1, 1000))
+        own = random.Random(f"history-{seed}")
+        if method == "lookahead" and ("history" in wanted or own.random() < 0.1):
+            drawn = replace(drawn, history=own.randrange(1, 1000))
         return _bitwise(drawn)
 
     def json(self) -> str:
@@ -373,6 +378,7 @@ FEATURES: dict[str, Callable[[Case], bool]] = {
     "server": lambda case: case.server >= 0,
     "bitwise": lambda case: bool(case.bitwise),
     "corpora": lambda case: bool(case.corpora),
+    "history": lambda case: bool(case.history),
 }
 # Which never go together, and why: nothing else may be missing from a run that is long enough.
 NEVER = [
@@ -382,7 +388,7 @@ NEVER = [
     ({"server", "logits"}, {"several ranks", "tp", "broadcast"}),
     ({"gpu"}, {"server", "tp"}),
     ({"bitwise"}, {"hybrid", "shifting", "captured", "gpu", "tp"}),
-    ({"another method"}, {"adaptive", "session pool", "broadcast", "corpora"}),
+    ({"another method"}, {"adaptive", "session pool", "broadcast", "corpora", "history"}),
     ({*KINDS}, {*KINDS}),
 ]
 

@@ -7,7 +7,7 @@ import itertools
 import json
 import random
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import transformers as tf
 from transformers import PreTrainedModel
 
 import lp
+from lp.draft.pool.history_file import HistoryFile
 from lp.draft.pool.model_ngrams import write_file
 from lp.models.loader import context_limit
 from lp.models.tensor_parallel import divide
@@ -159,14 +160,14 @@ class Rank:
         model: the rank's own copy of the model, on its device.
         turns: the calls, in order, with what each is to give.
         gpus: whether devices are simulated GPUs.
-        corpora: files of the corpora that the pool looks in.
+        memory: the pool's corpora and history, as fields of its config.
     """
 
     case: Case
     model: PreTrainedModel
     turns: list[Turn]
     gpus: bool = False
-    corpora: Sequence[str] = ()
+    memory: Mapping[str, Any] = field(default_factory=dict)
     engine: lp.Engine | None = field(default=None, init=False)
 
     def run(self, context: ParallelContext) -> Outputs:
@@ -181,7 +182,7 @@ class Rank:
             model = divide(model, context.replica)
         settings: dict[str, Any] = {"capture": case.gpu} if self.gpus else {}
         if case.method == "lookahead":
-            config = lookahead_config(**case.config, corpora=self.corpora)
+            config = lookahead_config(**case.config, **self.memory)
             settings["step_times"] = drawn_step_times(random.Random(case.step_times))
         else:
             config = PEERS[case.method](**case.config)
@@ -213,20 +214,34 @@ class Rank:
         return lp.Engine(decoder, rng.randint(1, 6), slots, rng.choice([1, 16, 128]))
 
 
-def _corpora(case: Case, turns: Sequence[Turn], folder: str) -> list[str]:
-    """Write the case's corpora into a folder; their files have the texts with some tokens changed, and others."""
+def _memory(case: Case, turns: Sequence[Turn], folder: str) -> dict[str, Any]:
+    """Write the case's corpora and history into a folder, and give the pool's settings for them.
+
+    They have the texts with some tokens changed, and others.
+    """
     rng = random.Random(f"corpora-{case.corpora}")
     vocabulary, paths = _vocabulary(case), []
     for index in range(rng.randint(1, 4) if case.corpora else 0):
-        texts = [drawn_text(rng, rng.randint(0, 60), vocabulary) for _ in range(rng.randint(0, 6))]
-        for turn in turns:
-            changed = rng.choice([0.0, 0.1, 0.5])
-            whole = [*turn.case.ids, *turn.plain]
-            texts.append([rng.randrange(vocabulary) if rng.random() < changed else token for token in whole])
         path = Path(folder, str(index))
-        write_file(corpus_of(texts, vocabulary), path)
+        write_file(corpus_of(_alike(rng, turns, vocabulary), vocabulary), path)
         paths.append(str(path))
-    return paths
+    if not case.history:
+        return {"corpora": paths}
+    history = HistoryFile(path := str(Path(folder, "history")), vocabulary, rng.choice([40, 1000]))
+    for text in filter(None, _alike(random.Random(f"history-{case.history}"), turns, vocabulary)):
+        history.append(text)
+    history.close()
+    return {"corpora": paths, "history": path}
+
+
+def _alike(rng: random.Random, turns: Sequence[Turn], vocabulary: int) -> list[list[int]]:
+    """Texts: drawn ones, and those of the case with some tokens changed."""
+    texts = [drawn_text(rng, rng.randint(0, 60), vocabulary) for _ in range(rng.randint(0, 6))]
+    for turn in turns:
+        changed = rng.choice([0.0, 0.1, 0.5])
+        whole = [*turn.case.ids, *turn.plain]
+        texts.append([rng.randrange(vocabulary) if rng.random() < changed else token for token in whole])
+    return texts
 
 
 def _compare(case: Case) -> str | None:
@@ -240,19 +255,19 @@ def _compared(case: Case, folder: str) -> str | None:
     for turn in turns:
         if turn.oracle.tokens != turn.plain:
             return _differ("plain decoding", turn.oracle.tokens, "generate", turn.plain)
-    corpora = _corpora(case, turns, folder)
+    memory = _memory(case, turns, folder)
     if case.server >= 0:
         from tests.support.fuzzed_server import served_tokens  # here: its packages are of an extra
 
         asked = served_tokens(
-            [(turn.case, turn.plain) for turn in turns], model, Rank(case, model, turns, corpora=corpora).decoder
+            [(turn.case, turn.plain) for turn in turns], model, Rank(case, model, turns, memory=memory).decoder
         )
         return _first(
             _differ(f"request {number}", tokens, "generate", expected)
             for number, (tokens, expected) in enumerate(asked)
             if tokens != expected
         )
-    by_rank = _by_rank(case, model, turns, corpora)
+    by_rank = _by_rank(case, model, turns, memory)
     calls = [turn for turn in turns for _ in range(case.calls)]
     return _first(
         _fault(f"rank {rank} of {case.ranks}, tp {case.tp}, call {call}", rank, turn, by_rank[rank][call], accepted)
@@ -262,14 +277,12 @@ def _compared(case: Case, folder: str) -> str | None:
     )
 
 
-def _by_rank(case: Case, model: PreTrainedModel, turns: list[Turn], corpora: Sequence[str]) -> list[Outputs]:
+def _by_rank(case: Case, model: PreTrainedModel, turns: list[Turn], memory: Mapping[str, Any]) -> list[Outputs]:
     if not case.gpu or why_not():
-        ranks = [Rank(case, copy.deepcopy(model), turns, corpora=corpora) for _ in range(case.ranks)]
+        ranks = [Rank(case, copy.deepcopy(model), turns, memory=memory) for _ in range(case.ranks)]
         return run_lockstep(case.ranks, lambda context: ranks[context.rank].run(context), case.tp)
     with simulated_cuda():
-        ranks = [
-            Rank(case, copy.deepcopy(model).to(f"cuda:{rank}"), turns, True, corpora) for rank in range(case.ranks)
-        ]
+        ranks = [Rank(case, copy.deepcopy(model).to(f"cuda:{rank}"), turns, True, memory) for rank in range(case.ranks)]
         if case.ranks == 1:
             return [ranks[0].run(ParallelContext())]
         return run_on_gpus(case.ranks, lambda context, own: ranks[context.rank].run(context))

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from functools import lru_cache
+from collections.abc import Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ from lp.draft.pool import corpus_file
 from lp.draft.pool.history import MOST_TOKENS, History
 from lp.draft.pool.history_file import HistoryFile
 from lp.draft.pool.model_ngrams import read_file
-from lp.draft.registry import BeforeText, Call, SourceFactory, register_factory
+from lp.draft.registry import Call, CallInfo, SourceFactory, register_factory
 from lp.errors import UserError
 
 if TYPE_CHECKING:  # and below where they are used: the apps' `--help` names this source, and numba takes a second
@@ -62,8 +63,7 @@ class PoolFactory(SourceFactory):
         from lp.draft.pool.ngram_pool import NGramPool
 
         self._read(call.model_folder, call.vocabulary_size)
-        history = self._histories.get(call.owner)
-        indexes = history.indexes if history else []
+        history = self._history(call)
         return NGramPool(
             self.config,
             call.prompt,
@@ -71,32 +71,48 @@ class PoolFactory(SourceFactory):
             self._tables(call),
             self._model_ngrams,
             call.temperature,
-            [*indexes, *self._corpora],
-            history.add if history else None,
+            [*(history.indexes if history else []), *self._corpora],
+            partial(self._text_ended, call),
         )
 
-    def digests(self, beginning: BeforeText) -> dict[str, int]:
+    def digests(self, info: CallInfo) -> dict[str, int]:
         """Digests, by name, of what the pools of all ranks begin with alike.
 
         Raises:
             ValueError: no file of model n-grams, or no corpus, where one is asked for; a history that can't be had.
         """
-        digests = self._read(beginning.model_folder, beginning.vocabulary_size)
-        if self.config.history is None:
-            return digests
-        if beginning.owner not in self._histories:
-            self._histories[beginning.owner] = opened_history(file_of(self.config.history, beginning.owner), beginning)
-        return digests | {"history": self._histories[beginning.owner].digest}
+        digests = self._read(info.model_folder, info.vocabulary_size)
+        history = self._history(info)
+        return digests | {"history": history.digest if history else 0}
+
+    def _history(self, info: CallInfo) -> History | None:
+        """The history of the call's owner, opened where it is the first; None for none."""
+        if self.config.history is None or info.owner is None:
+            return None
+        if info.owner not in self._histories:
+            self._histories[info.owner] = opened_history(file_of(self.config.history, info.owner), info)
+        return self._histories[info.owner]
 
     def _tables(self, call: Call) -> Tables:
         """The tables that a call's pool begins with: new ones, or those of its owner's session."""
-        if self.config.pool_scope is PoolScope.REQUEST:
+        if self.config.pool_scope is PoolScope.REQUEST or call.owner is None:
             return fresh_tables(self.config, call.vocabulary_size, self._needed_mib(call))
         if call.owner not in self.tables:
             tables = self._session_tables(call.vocabulary_size, call.owner)
             call.check_same({"pool": tables_digest(tables)})
             self.tables[call.owner] = tables
         return self.tables[call.owner]
+
+    def _text_ended(self, call: Call, prompt: Sequence[int], tokens: Sequence[int]) -> None:
+        """Add the text to the history, and write the session's tables to their file, where the call has these."""
+        if history := self._history(call):
+            history.add(prompt, tokens)
+        if call.owner in self.tables and self.config.pool_file is not None and call.is_main:
+            file = file_of(self.config.pool_file, call.owner)
+            try:
+                save_tables(self.tables[call.owner], file)
+            except (OSError, SafetensorError) as error:  # a full disk must not cost the text
+                warnings.warn(f"pool_file {file} was not written: {error}", stacklevel=2)
 
     def _read(self, model_folder: str, vocabulary_size: int) -> dict[str, int]:
         """Read the model's n-grams and the corpora, once; returns their digests, 0 for none."""
@@ -108,17 +124,6 @@ class PoolFactory(SourceFactory):
                 "corpora": chain_digest(0, [corpus_file.digest_of(file) for file in self._corpora]),
             }
         return self._digests
-
-    def call_ended(self, is_main: bool, owner: str) -> None:
-        """Write the session's tables to its file, on rank 0, so that the next process has them."""
-        tables = self.tables.get(owner)
-        if tables is None or self.config.pool_file is None or not is_main:
-            return
-        file = file_of(self.config.pool_file, owner)
-        try:
-            save_tables(tables, file)
-        except (OSError, SafetensorError) as error:  # a full disk must not cost the text
-            warnings.warn(f"pool_file {file} was not written: {error}", stacklevel=4)
 
     def _needed_mib(self, call: Call) -> int:
         """Clearing more than a text can fill takes time."""
@@ -143,28 +148,25 @@ def file_of(path: str | os.PathLike[str], owner: str) -> str:
     return f"{os.fspath(path)}.{owner}" if owner else os.fspath(path)
 
 
-def opened_history(path: str, beginning: BeforeText) -> History:
+def opened_history(path: str, info: CallInfo) -> History:
     """The history in a file, as rank 0 reads it, on every rank.
 
     Raises:
         ValueError: as HistoryFile, on every rank.
     """
-    file, error = None, None
-    if beginning.is_main:
+    file, refusal = None, None
+    if info.is_main:
         try:
-            file = HistoryFile(path, beginning.vocabulary_size, MOST_TOKENS)
-        except UserError as refused:
-            error = refused
-    texts = file.texts if file else []
-    shared = beginning.share(None if error else np.concatenate([[len(text), *text] for text in texts] or [[]]).tolist())
-    if shared is None:
-        raise error or UserError(f"rank 0 can't open history {path!r}; its message has the reason")
-    numbers, texts, at = np.array(shared, np.int32), [], 0
-    while at < len(numbers):
-        end = at + 1 + int(numbers[at])
-        texts.append(numbers[at + 1 : end])
-        at = end
-    return History(beginning.vocabulary_size, texts, file)
+            file = HistoryFile(path, info.vocabulary_size, MOST_TOKENS)
+        except UserError as error:
+            refusal = error
+    own = file.texts if file else []
+    lengths = info.share(None if refusal else [len(text) for text in own])
+    if lengths is None:
+        raise refusal or UserError(f"rank 0 can't open history {path!r}; its message has the reason")
+    tokens = info.share(np.concatenate([np.zeros(0, np.int32), *own]).tolist())
+    texts = np.split(np.array(tokens, np.int32), np.cumsum(lengths)[:-1]) if lengths else []
+    return History(info.vocabulary_size, texts, file)
 
 
 def fresh_tables(config: LookaheadConfig, vocabulary_size: int, mebibytes: int | None = None) -> Tables:

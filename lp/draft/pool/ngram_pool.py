@@ -41,7 +41,7 @@ class NGramPool(DraftSource):
         model_ngrams: the array of a file of `lp.draft.pool.model_ngrams`; None: none.
         temperature: the sampler's temperature.
         corpora: arrays of files of `lp.draft.pool.corpus`.
-        remember: is given the prompt and the generated tokens, once the text has ended.
+        on_end: is given the prompt and the generated tokens, once the text has ended.
     """
 
     divides = True
@@ -55,10 +55,10 @@ class NGramPool(DraftSource):
         model_ngrams: np.ndarray | None = None,
         temperature: float = 1.0,
         corpora: Sequence[np.ndarray] = (),
-        remember: Callable[[Sequence[int], Sequence[int]], None] | None = None,
+        on_end: Callable[[Sequence[int], Sequence[int]], None] | None = None,
     ) -> None:
         self.config = config
-        self._remember = remember
+        self._on_end = on_end
         self.num_logits = len(tables.logits_tokens) // len(tables.logits_keys)
         parts = config.ablation
         kinds = {TEXT: True, WINDOW: parts.window_ngrams, GUESS: parts.position_guesses, LOGITS: self.num_logits > 0}
@@ -147,9 +147,9 @@ class NGramPool(DraftSource):
         return merge
 
     def ended(self, text: Sequence[int], prompt_tokens: int) -> None:
-        """Add the text to the history, if there is one."""
-        if self._remember is not None:
-            self._remember(text[:prompt_tokens], text[prompt_tokens:])
+        """Hand the text to what outlives it."""
+        if self._on_end is not None:
+            self._on_end(text[:prompt_tokens], text[prompt_tokens:])
 
     def _learn(self, text: Sequence[int], num_new: int, samples: StepSamples) -> _Text:
         """Take in the step's tokens, and learn from them and from the window; the text as it is now."""
