@@ -113,7 +113,7 @@ class Dispatch:
     def _send(self) -> list[tuple[Line, Reply | BadLine]]:
         """Send requests to places that are free; lines that are none."""
         bad: list[tuple[Line, Reply | BadLine]] = []
-        suspected = {asked.place for asked in self._asking.values() if asked.request.company}
+        suspected = {asked.place for asked in self._asking.values() if asked.request.most_together}
         places = [place for place in self._places if place not in suspected]
         while self._left and places and not self.stopped:
             place = max(places, key=lambda place: place.free)
@@ -133,16 +133,16 @@ class Dispatch:
 
     def _ask(self, place: Place, request: Request) -> None:
         place.busy += 1
-        place.most = max(place.most, place.busy)
+        place.most_at_once = max(place.most_at_once, place.busy)
         trusted = not place.trouble or all(each.trouble for each in self._places)
         self._asking[asyncio.create_task(place.ask(request))] = Asked(place, request, trusted)
 
     def _place_for(self, suspect: Request) -> Place | None:
-        """Where a suspect can be sent: to other suspects alone, no more of them than each may have for company."""
+        """Where a suspect can be sent: beside other suspects alone, and no more of them than each may be among."""
         found = []
         for place in self._places:
-            companies = [asked.request.company for asked in self._asking.values() if asked.place is place]
-            if place.free > 0 and place.busy < min([*companies, suspect.company]):
+            limits = [asked.request.most_together for asked in self._asking.values() if asked.place is place]
+            if place.free > 0 and place.busy < min([*limits, suspect.most_together]):
                 found.append(place)
         return min(found, key=lambda place: (bool(place.trouble), place.busy), default=None)
 
@@ -170,18 +170,18 @@ class Dispatch:
         found: list[tuple[Line, Reply | BadLine]] = []
         for task in [task for task in self._asking if task.done()]:
             place, request, trusted = self._asking.pop(task)
-            others = place.most - 1
+            others = place.most_at_once - 1
             place.busy -= 1
             if not place.busy:
-                place.most = 0
+                place.most_at_once = 0
             reply = task.result()
             if isinstance(reply, Reply):
                 found.append((request.line, reply))
                 continue
             if reply.under_way:
-                request.company = max((others + 1) // 2, 1)
+                request.most_together = max((others + 1) // 2, 1)
                 request.failures += trusted and not others
-            if not request.company:
+            if not request.most_together:
                 self._left.appendleft(request)
             elif request.failures < MOST_FAILURES:
                 self._suspects.append(request)

@@ -64,14 +64,14 @@ class Request:
         url: path of the endpoint.
         body: body of the request, as JSON.
         failures: servers that failed while they had it alone.
-        company: requests that its server may have at a time, as servers failed that had more; 0: any number.
+        most_together: requests that its server may have at a time, as servers failed that had more; 0: any number.
     """
 
     line: Line
     url: str
     body: bytes
     failures: int = field(default=0)
-    company: int = field(default=0)
+    most_together: int = field(default=0)
 
 
 class Lines:

@@ -63,7 +63,7 @@ class Place:
 
     Attributes:
         busy: requests that it has.
-        most: requests that it had at a time, since it last had none.
+        most_at_once: requests that it had at a time, since it last had none.
         seen_s: when it was last known to take requests, by time.monotonic().
         trouble: what was wrong with it last; empty for nothing.
     """
@@ -71,7 +71,7 @@ class Place:
     def __init__(self, name: str, client: httpx.AsyncClient) -> None:
         self.name = name
         self.client = client
-        self.busy = self.most = 0
+        self.busy = self.most_at_once = 0
         self.seen_s = time.monotonic()
         self.trouble = ""
 

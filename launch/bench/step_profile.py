@@ -213,7 +213,6 @@ def step_budget(decoder: LookaheadDecoder, ids: Sequence[int], ranks: int) -> in
         step_tokens=None,
         temperature=1.0,
         model_folder="",
-        check_same=lambda _: None,
     )
     decoder.context = ParallelContext(device=decoder.model.device, steps=RankGroup(size=ranks))
     return decoder.budget(decoder.factory.new_source(call)).step_tokens

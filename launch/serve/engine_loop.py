@@ -49,12 +49,14 @@ class Piece(NamedTuple):
         tokens: tokens that the step added, up to the one that ends the text.
         logprobs: log probabilities of these tokens, if asked for.
         thought: characters of the reasoning before the text.
+        num_thought: how many of the tokens are the reasoning's, those around it included.
     """
 
     text: str
     tokens: list[int]
     logprobs: list[Logprob]
     thought: str = ""
+    num_thought: int = 0
 
 
 class Ending(NamedTuple):
@@ -338,7 +340,7 @@ class EngineLoop:
     def _on_tokens(self, number: int, text: LiveText, tokens: list[int]) -> None:
         """A step of a text, on the thread that runs it."""
         assert text.watch and text.handle and text.on_event
-        before = text.watch.num_tokens
+        before, thought_before = text.watch.num_tokens, text.watch.num_thought
         shown = text.watch.push(tokens)
         kept = tokens[: text.watch.num_tokens - before]
         logprobs: list[Logprob] = []
@@ -346,7 +348,8 @@ class EngineLoop:
         if isinstance(sampler, LogprobSampler):
             logprobs = sampler.recorded[: len(kept)]
             sampler.recorded.clear()
-        text.on_event(Piece(shown, kept, logprobs, text.watch.thought()))
+        num_thought = text.watch.num_thought - thought_before
+        text.on_event(Piece(shown, kept, logprobs, text.watch.thought(), num_thought))
         if text.watch.ended:
             self.cancel(number)
 
@@ -367,7 +370,7 @@ class EngineLoop:
             thought=watch.thought() if watch else "",
             found=watch.found if watch else None,
             num_tokens=watch.num_tokens if watch else len(text.spec.resumed) + len(output.tokens),
-            num_thought=watch.num_thought if isinstance(watch, ReasoningWatch) else 0,
+            num_thought=watch.num_thought if watch else 0,
             resumed=len(text.spec.resumed),
             sequence=text.spec.sequence,
             prompt_tokens=len(text.spec.prompt),

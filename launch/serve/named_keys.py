@@ -8,8 +8,12 @@ from lp.engine.decoder import OWNER
 from lp.errors import UserError
 
 
-def read_keys(path: str | None) -> dict[str, str]:
+def read_keys(path: str | None, api_key: str | None = None) -> dict[str, str]:
     """The keys of a file with a line NAME KEY for each client, by name; lines that begin with # are left out.
+
+    Args:
+        path: the file; None: there is none.
+        api_key: the key without a name.
 
     Raises:
         ValueError: it can't be read, or a line is something else; names the line, and never a key.
@@ -34,7 +38,7 @@ def read_keys(path: str | None) -> dict[str, str]:
                 f"line {number} of {path} is not NAME KEY; give a name of up to 64 ASCII letters, digits, '_' and '-', "
                 "a space, and the key"
             )
-        if name in keys or words[1] in keys.values():
+        if name in keys or words[1] in [*keys.values(), api_key]:
             raise UserError(f"line {number} of {path} has a name or a key that is there already; give each once")
         keys[name] = words[1]
     if not keys:

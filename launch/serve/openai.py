@@ -317,6 +317,7 @@ class Chat(_Answer):
             reasoning=self._reasoning(prompt),
         )
         self.texts = self.choices_of(spec)
+        self.num_thought = [0] * len(self.texts)  # tokens of each text's reasoning, in the events so far
         self.walks = [TokenWalk(served.words, prompt) for _ in self.texts if body.logprobs]
 
     async def whole(self) -> dict[str, Any]:
@@ -361,6 +362,7 @@ class Chat(_Answer):
                     begun.add(index)
                     yield chunk(index, {"role": "assistant", "content": ""})
                 if isinstance(event, Piece):
+                    self.num_thought[index] += event.num_thought
                     if self.tools is None:
                         thought = _thought(event.thought)
                         content = {"content": event.text} if event.text or not thought else {}

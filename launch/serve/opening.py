@@ -167,8 +167,12 @@ class Opened:
         )
 
 
-def open_engine(config: AnsweringConfig, settings: Settings) -> Opened:
+def open_engine(config: AnsweringConfig, settings: Settings, owners: Sequence[str] = ("",)) -> Opened:
     """Join the other ranks, load the model and warm up an engine of it.
+
+    Args:
+        config, settings: what the user asks for.
+        owners: whose texts there will be; those of rank 0 count.
 
     Raises:
         ValueError: a user error, with its remedy.
@@ -181,6 +185,12 @@ def open_engine(config: AnsweringConfig, settings: Settings) -> Opened:
     assert isinstance(decoder, StepDecoder)
     decoder.follows = config.generation_config
     engine = lp.Engine(decoder, config.max_sequences, config.cache_tokens, config.prefill_chunk)
+    if isinstance(decoder, lp.LookaheadDecoder):
+        names = context.share_text(" ".join(owners), "telling the owners of texts") or ""
+        with waiting("opening what is kept of texts", len(owners), "owners") as wait:
+            for name in names.split(" "):
+                decoder.open_for(name)
+                wait.done += 1
     with waiting("warming up, so that no client waits for what a first run does once"):
         warm_up(engine)
     return Opened(
@@ -194,10 +204,12 @@ def open_engine(config: AnsweringConfig, settings: Settings) -> Opened:
 
 def warm_up(engine: lp.Engine) -> None:
     """A short text, so that the first client waits for nothing to be compiled."""
-    engine.submit([0], WARM_UP_TOKENS, eos_token_id=(), owner=None)
-    engine.submit([0, 0], WARM_UP_TOKENS, lp.SamplingParams(seed=0), eos_token_id=(), owner=None)
+    one = engine.submit([0], WARM_UP_TOKENS, eos_token_id=(), owner=None)
+    other = engine.submit([0, 0], WARM_UP_TOKENS, lp.SamplingParams(seed=0), eos_token_id=(), owner=None)
     while engine.step():
         pass
+    for handle in (one, other):
+        handle.result()  # raises what it failed with
 
 
 def follow(opened: Opened) -> None:

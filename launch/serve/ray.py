@@ -142,7 +142,8 @@ class Replica:
             threading.Thread(target=self._watch, args=(runs,), daemon=True).start()
         os.environ.update(places[0])
         self._config = read_config(overrides)
-        opened = open_engine(self._config, read_settings(self._config))
+        owners = ["", *read_keys(self._config.api_keys)]
+        opened = open_engine(self._config, read_settings(self._config), owners)
         self._loop = EngineLoop(opened.engine, opened.grammars, self._config.max_waiting, self._failed.set)
         self._served = opened.served(self._config, self._loop)
         self._loop.start()

@@ -121,7 +121,8 @@ class ResponsesAnswer:
         self._chat = Chat(served, body.chat, "resp_")
         self._output: list[Data] = []  # items that have ended
         self._item: TextItem | None = None  # the one that grows
-        self._logprobs: list[Data] = []  # of tokens whose characters are yet to come
+        self._logprobs: list[Data] = []  # of the message's tokens whose characters are yet to come
+        self._left_out = 0  # how many there were of the reasoning's tokens
         self._more: Data = {}  # what the chat's last event has
         self._number = 0
 
@@ -166,7 +167,10 @@ class ResponsesAnswer:
     def _of_choice(self, choice: Data) -> Iterator[Data]:
         """Events of what an event of the chat brings."""
         delta = choice["delta"]
-        self._logprobs += [_logprob(each) for each in (choice["logprobs"] or {}).get("content", [])]
+        new = [_logprob(each) for each in (choice["logprobs"] or {}).get("content", [])]
+        thought = min(self._chat.num_thought[0] - self._left_out, len(new))  # the reasoning's come first
+        self._left_out += thought
+        self._logprobs += new[thought:]
         for kind, name in (("reasoning", "reasoning_content"), ("message", "content")):
             if text := delta.get(name):
                 yield from self._grow(kind, text)

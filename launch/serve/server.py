@@ -49,7 +49,7 @@ def _serve(config: ServeConfig) -> None:
         if rank() == 0:  # first: loading takes long
             bound = held.enter_context(bind(config.host, config.port))
         held.enter_context(own_journal(config))
-        opened = open_engine(config, settings)
+        opened = open_engine(config, settings, ["", *read_keys(config.api_keys)])
         if bound:
             listen(config, bound, opened)
         else:
@@ -64,7 +64,7 @@ def check(config: ServeConfig) -> None:
     """
     check_packages("serve", PACKAGES)
     check_answering(config)
-    read_keys(config.api_keys)
+    read_keys(config.api_keys, config.api_key)
     check_int("port", config.port, 0, 65535, "0 takes any free one")
     check_int("max_waiting", config.max_waiting, 0, float("inf"), "0 refuses what can't begin at once")
 

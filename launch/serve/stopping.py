@@ -52,6 +52,7 @@ class TextWatch:
         self.ended = False
         self.found: str | None = None
         self.num_tokens = 0
+        self.num_thought = 0  # tokens of its reasoning, which is none: see `ReasoningWatch`
 
     def push(self, tokens: Sequence[int]) -> str:
         """The characters that these tokens complete, as far as they are certain to stay."""

@@ -19,7 +19,7 @@ Once the file is imported, `lp.LookaheadDecoder(model, RepeatConfig())` decodes 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -74,7 +74,6 @@ class Call(CallInfo):
         step_tokens: most tokens of a step, on all ranks, that an adaptive budget finds worth their time; None: the
             budget is fixed.
         temperature: the sampler's temperature; 1 where it has none.
-        check_same: refuses digests, by name, that differ among ranks.
     """
 
     prompt: Sequence[int]
@@ -82,7 +81,6 @@ class Call(CallInfo):
     noise: tuple[int, int] | None
     step_tokens: int | None
     temperature: float
-    check_same: Callable[[Mapping[str, int]], None]
 
 
 class SourceFactory(ABC):
@@ -93,7 +91,10 @@ class SourceFactory(ABC):
         """Make the source that drafts in one call."""
 
     def digests(self, info: CallInfo) -> dict[str, int]:
-        """Digests that ranks compare before a text, by name: its sources must begin alike on every rank."""
+        """Digests that ranks compare before a text, by name: its sources must begin alike on every rank.
+
+        What the sources of an owner's texts need is opened here, where it is the first.
+        """
         return {}
 
 

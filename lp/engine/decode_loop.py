@@ -352,8 +352,8 @@ class Generation:
     def finish(self) -> None:
         """Let the source learn what it has yet to learn, and know that the text has ended; all ranks alike."""
         self.finish_learning()
-        prompt_tokens = len(self.request.prompt)
-        text = self.text[: prompt_tokens + self.delivery.num_kept]
+        prompt_tokens = len(self.request.prompt) - self.request.continued
+        text = self.text[: len(self.request.prompt) + self.delivery.num_kept]
         self.failures.attempt(lambda: self.source.ended(text, prompt_tokens), in_any_case=True)
 
     def _header(self, common: DraftTree, slices: WindowSlices) -> Header:

@@ -279,6 +279,7 @@ class Decoder:
             prediction=expected,
             grammar=grammar,
             seed=None if sampling is None or sampling.greedy else sampling.seed,
+            continued=continued,
             owner=owner,
         )
 

@@ -173,13 +173,12 @@ class LookaheadDecoder(BatchDecoder):
     def source(self, request: Request) -> DraftSource:
         """What proposes draft tokens in one call."""
         call = Call(
-            **self._known(request),
+            **self._known(request.owner),
             prompt=request.prompt,
             max_length=request.limit,
             noise=request.sampler.noise_key,
             step_tokens=self.step_times.affordable_tokens * self.context.steps.size if self.step_times else None,
             temperature=request.sampler.processors.temperature,
-            check_same=partial(check_same, self.context.ranks, "beginning a session's pool"),
         )
         return self.factory.new_source(call)
 
@@ -198,15 +197,27 @@ class LookaheadDecoder(BatchDecoder):
             asked["threads"] = torch.get_num_threads()
         digests = {name: text_digest(repr(value)) for name, value in asked.items()}
         digests["prediction"] = chain_digest(0, request.prediction)
-        digests |= self.factory.digests(CallInfo(**self._known(request)))
+        digests |= self.factory.digests(CallInfo(**self._known(request.owner)))
         return {"prompt": chain_digest(0, request.prompt), **digests}
 
-    def _known(self, request: Request) -> dict[str, Any]:
+    def open_for(self, owner: str) -> None:
+        """Open what is kept of an owner's texts, a session's pool and a history, so that no text waits for it.
+
+        Args:
+            owner: the owner that `generate` is given, equal on all ranks.
+
+        Raises:
+            ValueError: a file that can't be used, or that differs among ranks.
+        """
+        digests = self.factory.digests(CallInfo(**self._known(owner)))
+        check_same(self.context.ranks, "opening what is kept of texts", digests)
+
+    def _known(self, owner: str | None) -> dict[str, Any]:
         """The fields of CallInfo."""
         return {
             "vocabulary_size": vocabulary_size(self.model),
             "model_folder": self._model_folder,
-            "owner": request.owner,
+            "owner": owner,
             "is_main": self.context.is_main,
             "share": partial(self.context.share_numbers, call="opening a history"),
         }
@@ -221,7 +232,7 @@ class LookaheadDecoder(BatchDecoder):
         if not self.context.alone:
             check_same(self.context.ranks, f"beginning {self.call}", self._asked(request))
         else:
-            self.factory.digests(CallInfo(**self._known(request)))  # refuses a file that is missing
+            self.factory.digests(CallInfo(**self._known(request.owner)))  # refuses a file that is missing
         if self._step_times:
             self._step_times.update()
 

@@ -27,6 +27,7 @@ class Request:
         prediction: tokens that the caller expects; draft tokens.
         grammar: grammar that the text follows; None for none.
         seed: seed of the text's noise or draws; None where nothing is drawn.
+        continued: how many of the prompt's last tokens are of the text itself.
         owner: whose text it is: prefixes, session and history are kept apart by owner; None: the text leaves nothing,
             and uses nothing that others have left.
     """
@@ -43,6 +44,7 @@ class Request:
     prediction: Sequence[int] = ()
     grammar: Grammar | None = None
     seed: int | None = None
+    continued: int = 0
     owner: str | None = ""
 
     def limit_at(self, position: int) -> int:

@@ -92,9 +92,11 @@ class Corpora(TextStudy):
 
     def behind_others(self, name: str, row: Row) -> Result:
         """The text behind past completions alone: what it leaves itself is thrown away."""
-        file = Path(self.stack.enter_context(tempfile.TemporaryDirectory()), name)
-        shutil.copy(self.remembered(name, row.key["temperature"]), file)
-        return counts(self.completed(self.remembering(name, file), row.item, row.key["temperature"], row.key["index"]))
+        temperature = row.key["temperature"]
+        with tempfile.TemporaryDirectory() as folder:
+            file = shutil.copy(self.remembered(name, temperature), folder)
+            decoder = self.remembering(name, Path(file))
+            return counts(self.completed(decoder, row.item, temperature, row.key["index"]))
 
     def remembered(self, name: str, temperature: float) -> Path:
         """The file of what the past completions have left."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,12 +19,13 @@ import numpy as np
 import pytest
 
 import lp
-from lp.draft.pool import history as history_module
+from lp.digest import chain_digest
 from lp.draft.pool.corpus import MAX_MATCH, SEPARATOR, Corpus, places_of
 from lp.draft.pool.factory import PoolFactory
 from lp.draft.pool.history import History
-from lp.draft.pool.history_file import HistoryFile, newest
+from lp.draft.pool.history_file import MARK, HistoryFile, newest
 from lp.errors import UserError
+from lp.file_locks import lock
 from lp.parallel.context import ParallelContext
 from lp.parallel.thread_ranks import run_lockstep
 from tests.draft.test_corpus import looked_up, searched
@@ -45,8 +50,9 @@ def drawn_texts(count: int, seed: int = 0) -> list[list[int]]:
 def kept_in(path: Path, most_tokens: int = MANY) -> list[list[int]]:
     """The texts that the next decoder to open the file begins with."""
     file = HistoryFile(str(path), VOCABULARY, most_tokens)
+    texts = file.texts()
     file.close()
-    return [text.tolist() for text in file.texts]
+    return [text.tolist() for text in texts]
 
 
 def written(path: Path, texts: Sequence[Sequence[int]], most_tokens: int = MANY) -> bytes:
@@ -123,8 +129,26 @@ def test_files_of_other_things_are_refused(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="holds no history; give another file"):
             kept_in(path)
         assert path.read_bytes() == contents
-    with pytest.raises(UserError, match=r"can't be opened .* give a file in a folder that is there"):
+    with pytest.raises(UserError, match=r"can't be used .* give a file that can be written, in a folder that is there"):
         kept_in(tmp_path / "none" / "history")
+    too_large = drawn_texts(1)[0] + [VOCABULARY]
+    data = (
+        np.array([len(too_large), chain_digest(0, too_large)], "<i8").tobytes() + np.array(too_large, "<i4").tobytes()
+    )
+    path.write_bytes(np.array([MARK, VOCABULARY], "<i8").tobytes() + data + data)
+    with pytest.raises(UserError, match="is damaged at byte 16"):
+        kept_in(path)
+
+
+def test_a_file_that_can_not_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An OSError in place of a UserError would end a server for everybody."""
+
+    def full(file: Any, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("lp.draft.pool.history_file._write", full)
+    with pytest.raises(UserError, match=r"can't be used .*No space left"):
+        kept_in(tmp_path / "history")
 
 
 def test_a_file_is_one_decoder_s(tmp_path: Path) -> None:
@@ -158,6 +182,65 @@ def test_the_oldest_texts_leave(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["history"]
 
 
+def test_what_a_killed_process_left_beside_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container the next process has the number of the last one, and would append to what that one left."""
+    path = tmp_path / "history"
+    left = tmp_path / f"history.{os.getpid()}.part"
+    for cut in (0, 16, 30, 60):
+        path.unlink(missing_ok=True)
+        left.write_bytes(written(tmp_path / "other", drawn_texts(6))[:cut])
+        (tmp_path / "other").unlink()
+        written(path, [[1, 2, 3], [4, 5, 6], [7, 8, 9]], 4)
+        assert kept_in(path) == [[7, 8, 9]] and not left.exists(), cut
+
+
+def test_a_file_is_written_anew_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is written anew for every text costs more than it saves; where it can't be, texts go on joining it."""
+    counted: list[int] = []
+    shorten = HistoryFile._leave_out_oldest
+    monkeypatch.setattr(HistoryFile, "_leave_out_oldest", lambda file: (counted.append(1), shorten(file))[1])
+    path = tmp_path / "history"
+    texts = [[number, 1, 2, 3, 4] for number in range(40)]
+    written(path, texts, 20)
+    assert 5 <= len(counted) <= 10
+
+    def refused(part: Any, target: Any) -> None:
+        raise OSError(errno.EACCES, "Permission denied")
+
+    kept = kept_in(path)
+    monkeypatch.setattr(Path, "replace", refused)
+    with pytest.warns(UserWarning, match="the oldest texts of history .* stay: .*Permission denied"):
+        written(path, texts[:8], 20)
+    assert kept_in(path) == [*kept, *texts[:8]] and [each.name for each in tmp_path.iterdir()] == ["history"]
+
+
+def test_a_link_stays_one(tmp_path: Path) -> None:
+    """Whoever keeps the file elsewhere would lose it there."""
+    (tmp_path / "link").symlink_to(tmp_path / "history")
+    written(tmp_path / "link", [[1, 2, 3], [4, 5, 6], [7, 8, 9]], 4)
+    assert (tmp_path / "link").is_symlink() and kept_in(tmp_path / "history") == [[7, 8, 9]]
+
+
+def test_a_file_that_is_replaced_while_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lock of a file that has no name any more keeps nobody from the one in its place."""
+    path, locks = tmp_path / "history", []
+    written(path, [[1, 2]])
+
+    def replaced(handle: int) -> bool:
+        locks.append(handle)
+        if len(locks) == 1:
+            written_bytes = path.read_bytes()
+            path.unlink()
+            path.write_bytes(written_bytes)
+        return lock(handle)
+
+    monkeypatch.setattr("lp.draft.pool.history_file.lock", replaced)
+    file = HistoryFile(str(path), VOCABULARY, MANY)
+    file.append([3, 4])
+    assert len(locks) == 2 and len(path.read_bytes()) == 16 + 2 * (16 + 8)
+    file.close()
+
+
 def test_another_decoder_is_kept_out_behind_a_new_file(tmp_path: Path) -> None:
     """The file that took the old one's place has a lock of its own to have."""
     file = HistoryFile(str(tmp_path / "history"), VOCABULARY, 4)
@@ -189,7 +272,42 @@ def test_indexes_have_all_texts(seed: int) -> None:
         probe = rng.choice(texts)
         end = probe[: rng.randint(2, len(probe))]
         assert found(history, end)[0] == searched(texts, end)[0]
-    history.close()
+
+
+def test_the_newest_text_votes_and_ranks_see_what_there_is() -> None:
+    """What was written last is likeliest to come; a digest that stays as it was tells ranks nothing."""
+    history = History(VOCABULARY, [np.array([1, 2, 3, 4], np.int32)])
+    digests = {history.digest}
+    history.add([1, 2], [3, 5])
+    digests.add(history.digest)
+    history.add([1, 2], [3, 6, 7])
+    digests.add(history.digest)
+    assert len(digests) == 3
+    assert found(history, [1, 2, 3])[1] == {5: 1, 6: 1}
+
+
+def test_an_index_that_can_not_be_made_costs_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that was short for once must not fail all texts to come; ranks that have the index are told."""
+    history = History(VOCABULARY, recent_tokens=10)
+    whole = History(VOCABULARY, recent_tokens=10)
+    make = History._index
+
+    def fails(own: History, texts: Sequence[np.ndarray]) -> np.ndarray | None:
+        if own is history and threading.current_thread() is not threading.main_thread():
+            raise MemoryError
+        return make(own, texts)
+
+    monkeypatch.setattr(History, "_index", fails)
+    texts = drawn_texts(4)
+    with pytest.warns(UserWarning, match="older texts of a history draft nothing for now: MemoryError"):
+        for text in texts:
+            for each in (history, whole):
+                each.add([1] * 10, text)
+    assert history.digest != whole.digest
+    monkeypatch.setattr(History, "_index", make)
+    for text in drawn_texts(4, 1):
+        history.add([1] * 10, text)
+    assert len([text for index in history.indexes for text in looked_up_texts(index)]) == 8
 
 
 def looked_up_texts(index: np.ndarray) -> list[list[int]]:
@@ -206,7 +324,6 @@ def test_the_oldest_leave_the_indexes() -> None:
     for text in drawn_texts(100):
         history.add([1, 2], text)
     assert sum(index.nbytes for index in history.indexes) < 40 * (100 + 2 * 30 + 60) + 16 * VOCABULARY
-    history.close()
 
 
 @pytest.mark.parametrize("sampling", [None, SAMPLING], ids=["greedy", "coupled"])
@@ -258,7 +375,7 @@ def test_a_disk_that_is_full_costs_no_text(tmp_path: Path, monkeypatch: pytest.M
 
     assert isinstance(decoder.factory, PoolFactory)
     file = decoder.factory._histories[""]._file
-    assert file is not None
+    assert file is not None and file._file is not None
     file._file = Full(file._file)  # type: ignore[assignment]
     with pytest.warns(UserWarning, match="history .* was not written: .* bytes did not fit"):
         output = decoder.generate(ids, 12)
@@ -275,8 +392,7 @@ def test_ranks_share_one_history(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, sampling: lp.SamplingParams | None
 ) -> None:
     """Rank 0 alone has the file; an index that another rank takes up one text later parts them."""
-    monkeypatch.setattr(history_module, "RECENT_TOKENS", 60)
-    monkeypatch.setattr(History.__init__, "__defaults__", ((), None, MANY, 60))
+    monkeypatch.setattr("lp.draft.pool.factory.History", partial(History, recent_tokens=60))
     model, rng, path = tiny_model(), random.Random(3), tmp_path / "history"
     prompts = [drawn_text(rng, rng.randint(5, 40)) for _ in range(4)] * 2
     written(path, [[*prompts[0], *plain_greedy(model, prompts[0], 20)]])
@@ -313,6 +429,41 @@ def test_ranks_refuse_a_history_together(tmp_path: Path) -> None:
 
     first, second = run_lockstep(2, body)
     assert "holds no history" in first and "rank 0 can't open history" in second
+
+
+def test_a_text_that_goes_on_is_remembered_whole(tmp_path: Path) -> None:
+    """The first part of a text that another process began is a part of it, and of no prompt."""
+    model, ids = tiny_model(), drawn_text(random.Random(5), 9)
+    tokens = plain_greedy(model, ids, 60)
+    decoder = lp.LookaheadDecoder(model, config_of(tmp_path / "history"))
+    decoder.generate([*ids, *tokens[:50]], 10, continued=50)
+    del decoder
+    assert kept_in(tmp_path / "history") == [[*ids, *tokens]]
+
+
+def test_ranks_with_other_owners_are_refused(tmp_path: Path) -> None:
+    """A text that is one owner's here and another's there would part the ranks at some later text."""
+    model = tiny_model()
+
+    def body(context: ParallelContext) -> str:
+        decoder = lp.LookaheadDecoder(model, config_of(None), context)
+        with pytest.raises(UserError) as raised:
+            decoder.generate([1, 2], 4, owner=f"rank{context.rank}")
+        return str(raised.value)
+
+    assert all("the owner of rank 1 differs" in told for told in run_lockstep(2, body))
+
+
+def test_what_is_kept_is_opened_before_the_first_text(tmp_path: Path) -> None:
+    """A server refuses a file at its start, where a person looks, and no client waits for it."""
+    for name, values in (("history", {}), ("pool", {"pool_scope": "session", "pool_file": str(tmp_path / "pool.ann")})):
+        (tmp_path / f"{name}.ann").write_bytes(b"a note that is longer than a header is")
+        decoder = lp.LookaheadDecoder(tiny_model(), config_of(tmp_path / "history", **values))
+        with pytest.raises(UserError, match=f"{name}.ann"):
+            decoder.open_for("ann" if name == "history" else "")
+        (tmp_path / f"{name}.ann").unlink()
+    decoder.open_for("ann")
+    assert (tmp_path / "history.ann").exists()
 
 
 def test_another_owner_s_texts_change_nothing(tmp_path: Path) -> None:

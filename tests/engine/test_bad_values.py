@@ -105,6 +105,7 @@ def test_arguments_of_a_decoder(model: tf.PreTrainedModel, options: dict[str, An
         ({"pool_scope": "session", "pool_file": 5}, "pool_file is 5; give a path"),
         ({"pool_model_ngrams": 5}, "pool_model_ngrams is 5; give a path"),
         ({"history": 5}, "history is 5; give a path, or None"),
+        ({"history": "x", "pool_file": "x", "pool_scope": "session"}, "history and pool_file are both 'x'; give each"),
         ({"corpora": "a.corpus"}, "corpora is 'a.corpus'; give a list of files of `lp corpus build`"),
         ({"corpora": [5]}, "corpora is 5; give a list of paths"),
         ({"corpora": list("abcde")}, "give 4 at most, each once"),

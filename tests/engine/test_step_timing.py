@@ -182,7 +182,7 @@ def test_the_key_has_all_that_a_step_waits_for(monkeypatch: pytest.MonkeyPatch) 
     keys.append(
         key(lp.LookaheadConfig(adaptive=True, ablation=lp.Ablation(learn=False), pool_scope="session", pool_file="x"))
     )
-    keys.append(key(lp.LookaheadConfig(adaptive=True, ablation=lp.Ablation(learn=False), corpora=["x"])))
+    keys.append(key(lp.LookaheadConfig(adaptive=True, ablation=lp.Ablation(learn=False), corpora=["x"], history="x")))
     assert len({*keys}) == 5 and keys[4] == keys[5] == keys[6], (
         "the pool that is timed does not matter, what steps do to it does"
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -49,9 +50,10 @@ class PoolFactory(SourceFactory):
         self.config = config
         self.tables: dict[str, Tables] = {}  # of every owner's session
         self._histories: dict[str, History] = {}  # of every owner
+        self._thread = ThreadPoolExecutor(1)  # makes the indexes of histories; none is started before one is asked for
         self._model_ngrams: np.ndarray | None = None
         self._corpora: list[np.ndarray] = []
-        self._digests: dict[str, int] | None = None  # of both, once they are read
+        self._digests: dict[str, int] | None = None  # of model n-grams and corpora, once they are read
 
     def new_source(self, call: Call) -> NGramPool:
         """The pool of one call.
@@ -63,12 +65,14 @@ class PoolFactory(SourceFactory):
         from lp.draft.pool.ngram_pool import NGramPool
 
         self._read(call.model_folder, call.vocabulary_size)
-        history = self._history(call)
+        history, tables = self._history(call), self._session(call)
+        if tables is None:
+            tables = fresh_tables(self.config, call.vocabulary_size, self._needed_mib(call))
         return NGramPool(
             self.config,
             call.prompt,
             call.noise,
-            self._tables(call),
+            tables,
             self._model_ngrams,
             call.temperature,
             [*(history.indexes if history else []), *self._corpora],
@@ -76,32 +80,34 @@ class PoolFactory(SourceFactory):
         )
 
     def digests(self, info: CallInfo) -> dict[str, int]:
-        """Digests, by name, of what the pools of all ranks begin with alike.
+        """Digests, by name, of what the pools of all ranks begin with alike; a session's pool once, when it is opened.
 
         Raises:
-            ValueError: no file of model n-grams, or no corpus, where one is asked for; a history that can't be had.
+            ValueError: no file of model n-grams, or no corpus, where one is asked for; a history or a session's file
+                that can't be used.
         """
         digests = self._read(info.model_folder, info.vocabulary_size)
-        history = self._history(info)
-        return digests | {"history": history.digest if history else 0}
+        is_open = info.owner in self.tables
+        history, tables = self._history(info), self._session(info)
+        pool = 0 if tables is None or is_open else tables_digest(tables)
+        return digests | {"history": history.digest if history else 0, "pool": pool}
 
     def _history(self, info: CallInfo) -> History | None:
-        """The history of the call's owner, opened where it is the first; None for none."""
+        """The history of the owner's texts, opened where it is the first; None for none."""
         if self.config.history is None or info.owner is None:
             return None
         if info.owner not in self._histories:
-            self._histories[info.owner] = opened_history(file_of(self.config.history, info.owner), info)
+            path = file_of(self.config.history, info.owner)
+            self._histories[info.owner] = opened_history(path, info, self._thread)
         return self._histories[info.owner]
 
-    def _tables(self, call: Call) -> Tables:
-        """The tables that a call's pool begins with: new ones, or those of its owner's session."""
-        if self.config.pool_scope is PoolScope.REQUEST or call.owner is None:
-            return fresh_tables(self.config, call.vocabulary_size, self._needed_mib(call))
-        if call.owner not in self.tables:
-            tables = self._session_tables(call.vocabulary_size, call.owner)
-            call.check_same({"pool": tables_digest(tables)})
-            self.tables[call.owner] = tables
-        return self.tables[call.owner]
+    def _session(self, info: CallInfo) -> Tables | None:
+        """The tables of the owner's session, opened where it is the first; None for none."""
+        if self.config.pool_scope is PoolScope.REQUEST or info.owner is None:
+            return None
+        if info.owner not in self.tables:
+            self.tables[info.owner] = self._session_tables(info.vocabulary_size, info.owner)
+        return self.tables[info.owner]
 
     def _text_ended(self, call: Call, prompt: Sequence[int], tokens: Sequence[int]) -> None:
         """Add the text to the history, and write the session's tables to their file, where the call has these."""
@@ -148,7 +154,7 @@ def file_of(path: str | os.PathLike[str], owner: str) -> str:
     return f"{os.fspath(path)}.{owner}" if owner else os.fspath(path)
 
 
-def opened_history(path: str, info: CallInfo) -> History:
+def opened_history(path: str, info: CallInfo, thread: ThreadPoolExecutor) -> History:
     """The history in a file, as rank 0 reads it, on every rank.
 
     Raises:
@@ -160,13 +166,13 @@ def opened_history(path: str, info: CallInfo) -> History:
             file = HistoryFile(path, info.vocabulary_size, MOST_TOKENS)
         except UserError as error:
             refusal = error
-    own = file.texts if file else []
+    own = file.texts() if file else []
     lengths = info.share(None if refusal else [len(text) for text in own])
     if lengths is None:
         raise refusal or UserError(f"rank 0 can't open history {path!r}; its message has the reason")
     tokens = info.share(np.concatenate([np.zeros(0, np.int32), *own]).tolist())
     texts = np.split(np.array(tokens, np.int32), np.cumsum(lengths)[:-1]) if lengths else []
-    return History(info.vocabulary_size, texts, file)
+    return History(info.vocabulary_size, texts, file, thread)
 
 
 def fresh_tables(config: LookaheadConfig, vocabulary_size: int, mebibytes: int | None = None) -> Tables:

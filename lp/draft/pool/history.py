@@ -30,11 +30,12 @@ class History:
         vocabulary_size: V.
         texts: tokens of each text that there has been, int32, the oldest first.
         file: where this rank writes each text; None on the other ranks.
+        thread: makes the large indexes.
         most_tokens: tokens of the newest texts that stay.
         recent_tokens: after so many new ones the large index is made anew.
 
     Attributes:
-        digest: stands for all texts; ranks compare it.
+        digest: stands for all texts and whether they have an index; ranks compare it.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class History:
         vocabulary_size: int,
         texts: Sequence[np.ndarray] = (),
         file: HistoryFile | None = None,
+        thread: ThreadPoolExecutor | None = None,
         most_tokens: int = MOST_TOKENS,
         recent_tokens: int = RECENT_TOKENS,
     ) -> None:
@@ -56,7 +58,7 @@ class History:
         self._recent: list[np.ndarray] = []  # texts that the large index lacks
         self._next_lacks: list[np.ndarray] = []  # texts that the next large one will lack
         self._next: Future[np.ndarray | None] | None = None
-        self._thread = ThreadPoolExecutor(1, "history")
+        self._thread = thread or ThreadPoolExecutor(1)
 
     @property
     def indexes(self) -> list[np.ndarray]:
@@ -88,20 +90,26 @@ class History:
         if sum(map(len, self._next_lacks)) >= self._recent_tokens:
             self._renew()
 
-    def close(self) -> None:
-        """Let another process have the file."""
-        self._thread.shutdown(cancel_futures=True)
-        if self._file is not None:
-            self._file.close()
-
     def _renew(self) -> None:
         """Take the large index that was begun at the last renewal, and begin one of all texts."""
         if self._next is not None:
-            self._large = self._next.result()
+            self._large = self._made(self._next)
             self._recent = self._next_lacks
         self._texts = newest(self._texts, self._most_tokens)
         self._next = self._thread.submit(self._index, [*self._texts])
         self._next_lacks = []
+
+    def _made(self, index: Future[np.ndarray | None]) -> np.ndarray | None:
+        """An index that the thread has made; None where it could not, until the next renewal: no text must fail for it.
+
+        Ranks that have the index are told of one that has not, by the digest.
+        """
+        try:
+            return index.result()
+        except Exception as error:
+            warnings.warn(f"older texts of a history draft nothing for now: {error!r}", stacklevel=2)
+            self.digest = chain_digest(self.digest, [0])
+            return None
 
     def _index(self, texts: Sequence[np.ndarray]) -> np.ndarray | None:
         """The corpus of some texts; None for no text."""

@@ -25,44 +25,47 @@ HEAD = 16  # bytes before the first record, and before the tokens of each
 
 
 class HistoryFile:
-    """Keeps the texts of one history on disk; one decoder at a time has it.
+    """Keeps the texts of one history on disk; one decoder at a time has it, as long as this object is there.
 
     Args:
         path: names the file, which is made where there is none.
         vocabulary_size: V of the model.
         most_tokens: tokens of the newest texts that stay; older ones leave once there are twice as many.
 
-    Attributes:
-        texts: what the file had when it was opened: int32 arrays, the oldest first, at most `most_tokens` in all.
-
     Raises:
         ValueError: another decoder has the file; it is no history, one of another model, or one that is damaged
-            elsewhere than at its end; or it can't be written.
+            elsewhere than at its end; or it can't be read or written.
     """
 
     def __init__(self, path: str, vocabulary_size: int, most_tokens: int) -> None:
-        self.path = path
+        self.path = os.path.realpath(path)  # a link stays one when another file takes the file's place
         self.most_tokens = most_tokens
         self._vocabulary_size = vocabulary_size
+        self._file: FileIO | None = None
         try:
-            self._file = _opened(path)
-        except OSError as error:
-            raise UserError(
-                f"history {path!r} can't be opened ({error}); give a file in a folder that is there"
-            ) from None
-        try:
-            data = self._data()
-            texts, end = _texts_of(data, path, vocabulary_size)
+            self._file = _opened(self.path)
+            data = _read(self._file)
+            texts, end = _texts_of(data, self.path, vocabulary_size)
             if end < len(data):
                 warnings.warn(f"the last {len(data) - end} bytes of history {path!r} were no whole text", stacklevel=2)
                 self._file.truncate(end)
             if not end:
-                self._write(_header(vocabulary_size))
+                _write(self._file, _header(vocabulary_size))
+        except OSError as error:
+            self.close()
+            raise UserError(
+                f"history {path!r} can't be used ({error}); give a file that can be written, in a folder that is there"
+            ) from None
         except BaseException:
             self.close()
             raise
         self._tokens = sum(map(len, texts))
-        self.texts = newest(texts, most_tokens)
+
+    def texts(self) -> list[np.ndarray]:
+        """The newest texts of the file, int32, the oldest first, at most `most_tokens` tokens in all."""
+        assert self._file is not None
+        texts, _ = _texts_of(_read(self._file), self.path, self._vocabulary_size)
+        return newest(texts, self.most_tokens)
 
     def append(self, text: Sequence[int] | np.ndarray) -> None:
         """Add a text that has ended; the oldest leave where there are too many.
@@ -70,48 +73,41 @@ class HistoryFile:
         Raises:
             OSError: nothing was written; the file is as it was.
         """
-        record = _record(text)
-        self._write(record)
+        assert self._file is not None
+        _write(self._file, _record(text))
         self._tokens += len(text)
         if self._tokens > 2 * self.most_tokens:
-            self._leave_out_oldest()
+            self._tokens = self.most_tokens  # where it fails, it is tried again after as many more
+            try:
+                self._leave_out_oldest()
+            except OSError as error:
+                warnings.warn(f"the oldest texts of history {self.path!r} stay: {error}", stacklevel=2)
 
     def close(self) -> None:
-        """Let another process have it."""
-        self._file.close()
+        """Let another decoder have it."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
-    def _data(self) -> bytes:
-        self._file.seek(0)
-        return self._file.readall()
-
-    def _write(self, data: bytes) -> None:
-        """Append all of this, or nothing: what a full disk has cut off would hide the records behind it."""
-        size = self._file.seek(0, os.SEEK_END)
-        try:
-            written = self._file.write(data)
-            if written < len(data):
-                raise OSError(f"{len(data) - written} of {len(data)} bytes did not fit")
-        except OSError:
-            self._file.truncate(size)
-            raise
+    def __del__(self) -> None:
+        self.close()
 
     def _leave_out_oldest(self) -> None:
         """Write the newest texts to a new file, which takes the old one's place."""
-        texts, _ = _texts_of(self._data(), self.path, self._vocabulary_size)
-        kept = newest(texts, self.most_tokens)
+        kept = self.texts()
         part = Path(f"{self.path}.{os.getpid()}.part")
-        old, self._file = self._file, _appending(part)
+        part.unlink(missing_ok=True)  # of a process that had this number and was killed
+        file = _appending(part)
         try:
-            lock(self._file.fileno())
-            self._write(b"".join([_header(self._vocabulary_size), *map(_record, kept)]))
+            lock(file.fileno())
+            _write(file, b"".join([_header(self._vocabulary_size), *map(_record, kept)]))
             part.replace(self.path)
         except OSError:
-            self._file.close()
-            self._file = old
+            file.close()
             part.unlink(missing_ok=True)
             raise
-        old.close()
-        self._tokens = sum(map(len, kept))
+        self.close()
+        self._file, self._tokens = file, sum(map(len, kept))
 
 
 def newest(texts: list[np.ndarray], most_tokens: int) -> list[np.ndarray]:
@@ -142,6 +138,23 @@ def _opened(path: str) -> FileIO:
         if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
             return file
         file.close()  # the decoder that had it has put another file in its place
+
+
+def _read(file: FileIO) -> bytes:
+    file.seek(0)
+    return file.readall()
+
+
+def _write(file: FileIO, data: bytes) -> None:
+    """Append all of this, or nothing: what a full disk has cut off would hide the records behind it."""
+    size = file.seek(0, os.SEEK_END)
+    try:
+        written = file.write(data)
+        if written < len(data):
+            raise OSError(f"{len(data) - written} of {len(data)} bytes did not fit")
+    except OSError:
+        file.truncate(size)
+        raise
 
 
 def _header(vocabulary_size: int) -> bytes:

@@ -281,7 +281,7 @@ def test_nobody_joins_a_request_that_is_alone(tmp_path: Path) -> None:
     site = Site(tmp_path, 2)
     lines = Lines(site.path)
     suspect, other = (lines.request(line) for line in lines.lines)
-    suspect.company = 1
+    suspect.most_together = 1
 
     async def sent() -> list[set[str]]:
         server = Server("http://s", None, 4, 60, httpx.MockTransport(Fake(seconds=5).answer))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 
 import lp
 from launch.serve.named_keys import read_keys
+from launch.serve.spec import TextSpec
+from launch.serve.unfinished import UnfinishedRequests
 from lp.errors import UserError
 from tests.launch.serve.test_infill import infilling_model
 from tests.support.serving import STEP_TIMES, serving
@@ -81,6 +84,17 @@ def test_a_file_of_keys(tmp_path: Path) -> None:
     path.write_text("# clients\n\nann a-key\n  bob\tb-key  \n")
     assert read_keys(str(path)) == KEYS
     assert read_keys(None) == {}
+    with pytest.raises(UserError, match=r"line 4 of .* has a name or a key that is there already") as raised:
+        read_keys(str(path), "b-key")
+    assert "b-key" not in str(raised.value)
+
+
+def test_texts_of_two_keys_are_two_texts() -> None:
+    """One that was cut off goes on where its own client asks again; another's would get its tokens."""
+    spec = TextSpec(prompt=[1, 2], max_new_tokens=5)
+    kept = UnfinishedRequests(None, model="m")
+    keys = {kept.key([replace(spec, owner=owner)]) for owner in ("", "ann", "bob")}
+    assert len(keys) == 3 and "" not in keys
 
 
 @pytest.mark.parametrize(

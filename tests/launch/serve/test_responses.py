@@ -307,6 +307,23 @@ def test_log_probabilities(demo_server: Running, client: Any) -> None:
     assert client.responses.create(**asked).output[0].content[0].logprobs == []
 
 
+def test_log_probabilities_behind_reasoning(thinker: Running) -> None:
+    """Tokens of the reasoning are no tokens of the message."""
+    client = thinker.openai()
+    ends = {str(thinker.served.tokenizer.convert_tokens_to_ids("</think>")): 5.0}
+    seen = 0
+    for seed in range(8):
+        asked = {"temperature": 1.0, "extra_body": {"seed": seed, "logit_bias": ends}, "max_output_tokens": 30}
+        include = ["message.output_text.logprobs"]
+        whole = client.responses.create(model="demo", input="hi", include=include, **asked)
+        thought = whole.usage.output_tokens_details.reasoning_tokens
+        for item in whole.output:
+            if item.type == "message" and thought:
+                assert len(item.content[0].logprobs) == whole.usage.output_tokens - thought
+                seen += 1
+    assert seen > 3
+
+
 def test_nothing_is_kept(client: Any) -> None:
     """What a client asks for of an earlier response is not there, and it is told why."""
     answer = client.responses.create(model="demo", input="a", max_output_tokens=2, store=True)
