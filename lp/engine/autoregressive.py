@@ -41,9 +41,13 @@ class AutoregressiveDecoder(Decoder):
             num_prefilled = 0  # its frequencies are those of the whole prompt: the first step takes all of it
         if limits_prompt(self.model):
             num_prefilled = 0
-        for chunk in prompt[:, :num_prefilled].split(request.prefill_chunk, dim=1):
+        if images := request.images:
+            self.model(**images.first_pass(self.model, request.prompt, cache))
+            start = images.end
+            num_prefilled = max(num_prefilled, start)
+        for chunk in prompt[:, start:num_prefilled].split(request.prefill_chunk, dim=1):
             if chunk.shape[1]:
-                self._pass(chunk, cache, start)
+                self._pass(chunk, cache, start, request.rotary_offset)
                 start += chunk.shape[1]
         prefill_s = timer.restart()
         decoding = StepTimer()
@@ -56,7 +60,7 @@ class AutoregressiveDecoder(Decoder):
                 if boundary and boundary.refills and request.crosses(len(text) - 1):
                     cache = DynamicCache(config=self.model.config)
                     inputs = prompt.new_tensor([text])
-                logits = self._pass(inputs, cache, len(text) - inputs.shape[1])
+                logits = self._pass(inputs, cache, len(text) - inputs.shape[1], request.rotary_offset)
                 token = request.sampler.sample_last(logits, text)
             stop = Stop.INTERRUPTED if request.signals.requested else Stop.NONE
             token, stop = agreed_token(self.context.replica, self.model.device, token, stop)
@@ -77,10 +81,10 @@ class AutoregressiveDecoder(Decoder):
         tokens = text[len(request.prompt) :]
         return GenerationOutput(tokens, FINISH_REASON[reason], stats, prefill_s, decoding.restart())
 
-    def _pass(self, inputs: torch.Tensor, cache: DynamicCache, start: int) -> torch.Tensor:
-        """The last token's logits; the first one is at position `start`."""
+    def _pass(self, inputs: torch.Tensor, cache: DynamicCache, start: int, offset: int) -> torch.Tensor:
+        """The last token's logits; the first one is in place `start` of the text, at a position larger by `offset`."""
         arguments: dict[str, object] = {cache_keyword(self.model): cache}
         if "position_ids" in inspect.signature(self.model.forward).parameters:  # as `generate`
-            arguments["position_ids"] = torch.arange(start, start + inputs.shape[1], device=inputs.device)[None]
+            arguments["position_ids"] = torch.arange(start, start + inputs.shape[1], device=inputs.device)[None] + offset
         logits: torch.Tensor = self.model(inputs, use_cache=True, logits_to_keep=1, **arguments).logits
         return logits[:, -1]

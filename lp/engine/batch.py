@@ -30,7 +30,7 @@ class BatchDecoder(StepDecoder):
 
     def generate_batch(
         self,
-        inputs: Sequence[Prompt],
+        inputs: Sequence[Prompt | Mapping[str, Any]],
         max_new_tokens: int | Sequence[int] = 256,
         sampling: SamplingParams | Sequence[SamplingParams | None] | None = None,
         *,
@@ -41,7 +41,7 @@ class BatchDecoder(StepDecoder):
         """Generate from several prompts, whose texts take steps together; each gets the tokens that it gets alone.
 
         Args:
-            inputs: prompts, each as in `generate`.
+            inputs: prompts, each as in `generate`, or what a processor gives for one: its token ids and images by name.
             max_new_tokens, sampling: see `generate`; one for all prompts, or one for each. Where they are sampled with
                 one seed, the noise of each is that of its index, as `sequence` of `generate`.
             on_tokens: called with (index of the prompt, new tokens, step of its text).
@@ -79,7 +79,7 @@ class BatchDecoder(StepDecoder):
 
 
 def calls_of_batch(
-    inputs: Sequence[Prompt],
+    inputs: Sequence[Prompt | Mapping[str, Any]],
     max_new_tokens: int | Sequence[int],
     sampling: SamplingParams | Sequence[SamplingParams | None] | None,
     on_tokens: OnBatchTokens | None,
@@ -101,7 +101,8 @@ def calls_of_batch(
     options = {name: [*value] if isinstance(value, Iterator) else value for name, value in options.items()}
     calls = []
     for index, (prompt, new, own) in enumerate(zip(inputs, news, samplings, strict=True)):
-        call = {**options, "input_ids": prompt, "max_new_tokens": new, "sampling": own, "sequence": first + index}
+        given = {**prompt} if isinstance(prompt, Mapping) and "input_ids" in prompt else {"input_ids": prompt}
+        call = {**options, **given, "max_new_tokens": new, "sampling": own, "sequence": first + index}
         if on_tokens is not None:
             call["on_tokens"] = partial(on_tokens, index)
         calls.append(call)

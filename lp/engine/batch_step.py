@@ -88,6 +88,10 @@ class BatchStep:
             self._each(stops, lambda text: text.observe_step(parts[text]))
         return stops
 
+    def read_images(self, text: Generation) -> None:
+        """Cache the images of a text's prompt, by a pass of their own."""
+        self._each([text], lambda text: text.prompt.read_images(text.cache))
+
     def capture(self, text: Generation) -> None:
         """Capture the steps of all sizes that a text may take by itself, so that none is captured meanwhile."""
         text.capture_steps(partial(self._capture, text))

@@ -88,7 +88,9 @@ class TextCaches:
         """
         source, count = None, 0
         if self.reuses and request.owner is not None:
-            source, count = self._prefixes.longest(request.prompt[:-1], running(), request.owner)
+            source, count = self._prefixes.longest(request.keyed(request.prompt)[:-1], running(), request.owner)
+        if request.images and count < request.images.end:  # which are one pass
+            source, count = None, 0
         while self.pool.free < slots and self._prefixes.drop_oldest(but=source):
             pass
         states = None

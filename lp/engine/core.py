@@ -287,7 +287,7 @@ class EngineCore:
     def _reusable(self) -> list[CachedText]:
         """Texts that run, whose caches prompts may begin with."""
         return [
-            CachedText(np.array(text.cached_everywhere, np.int64), text.cache, text.request.owner)
+            CachedText(np.array(text.request.keyed(text.cached_everywhere), np.int64), text.cache, text.request.owner)
             for text, handle in self.running.items()
             if handle.reusable and text.request.owner is not None
         ]
@@ -298,6 +298,7 @@ class EngineCore:
             for text in self.running:
                 if cache := self._caches.in_pool(text.cache):
                     text.cache = cache  # which holds what that one does
+        self._read_images()
         stops: dict[Generation, Stop] = {}
         for texts, prompts in self._batches():
             self._tell_company(texts, sum(count for _, count in prompts))
@@ -306,10 +307,19 @@ class EngineCore:
             self._note_first_steps(prompts)
         return stops
 
+    def _read_images(self) -> None:
+        """Cache the images of one text, the first that lacks its own: others are not to wait for several."""
+        for text, handle in self.running.items():
+            if text.prompt.lacks_images(text.cache):
+                self._steps.read_images(text)
+                handle.first_step_s = time.perf_counter()  # later, if the prompt goes on behind them
+                return
+
     def _batches(self) -> Iterator[Batch]:
         """What passes compute together: everything, or one text a pass where the model takes no more."""
-        texts = [text for text in self.running if text.prompt.is_cached(text.cache)]
-        prompts = [text for text in self.running if not text.prompt.is_cached(text.cache)]
+        ready = [text for text in self.running if text not in self._steps.errors]
+        texts = [text for text in ready if text.prompt.is_cached(text.cache)]
+        prompts = [text for text in ready if text.prompt.takes_chunks(text.cache)]
         if self.decoder.runner.takes_forests:
             yield texts, self._chunks(prompts, bool(texts))
             return
@@ -376,7 +386,7 @@ class EngineCore:
             self.decoder.ended(output.step_stats)
         owner = text.request.owner
         keeps = self._caches.reuses and handle.reusable and owner is not None
-        tokens = text.cached_everywhere if keeps else []
+        tokens = text.request.keyed(text.cached_everywhere) if keeps else []
         with computing_on(self._device):
             # Alike on every rank, whatever went wrong on one.
             self._caches.give_back(text.cache, tokens, failure, owner or "")

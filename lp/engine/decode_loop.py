@@ -141,7 +141,15 @@ class Generation:
         learns_prompt = parts.prompt_logits and parts.prompt_ngrams and budget.uses_prompt_logits
         num_logits = self.num_logits if learns_prompt else 0
         self.prompt = PromptReader(
-            request.prompt, runner, context, self.step_sampler, source, num_logits, cache.length, self.failures
+            request.prompt,
+            runner,
+            context,
+            self.step_sampler,
+            source,
+            num_logits,
+            cache.length,
+            self.failures,
+            request.images,
         )
         self._observe = source.observe_part if merges_late else source.observe
         self._merge: Callable[[], None] | None = None  # what of the last step the source has yet to learn
@@ -190,7 +198,7 @@ class Generation:
         """
         layout = part.layout
         step = layout.step_tokens, layout.step_positions, layout.step_parents
-        tree = TreePass(*step, self.cache, layout.sampled_tokens)
+        tree = TreePass(*step, self.cache, layout.sampled_tokens, rotary_offset=self.request.rotary_offset)
         return tree.padded(self.budget.padded_size(layout.num_tokens) - layout.num_tokens) if padded else tree
 
     def own_message(

@@ -32,6 +32,7 @@ from lp.engine.request import OnTokens, Request
 from lp.engine.stopping import Stopping
 from lp.errors import UserError
 from lp.models.loader import context_limit, vocabulary_size
+from lp.models.prompt_images import PromptImages
 from lp.models.rope import rope_boundary
 from lp.models.sharded_layers import check_divided
 from lp.models.support import check_adapter
@@ -100,6 +101,7 @@ class Decoder:
         seed: int | None = None,
         continued: int = 0,
         owner: str | None = "",
+        **inputs: Any,
     ) -> GenerationOutput:
         """Generate from one prompt.
 
@@ -132,6 +134,9 @@ class Decoder:
             owner: whose text it is, of ASCII letters, digits, "_" and "-": what is kept of texts (a session's pool, a
                 history, prefixes that an engine reuses) is used for texts of the same owner alone. None: this text
                 leaves nothing, and uses nothing that others have left.
+            inputs: what else a model's processor gives, by its names there, as `pixel_values`:
+                `generate(**processor(text=..., images=..., return_tensors="pt"))`. For one prompt; its images are
+                computed by one pass of the model itself.
 
         Returns:
             GenerationOutput.
@@ -139,7 +144,8 @@ class Decoder:
         Raises:
             Interrupted: a KeyboardInterrupt with what was generated; SIGINT or SIGTERM came to some rank, and the step
                 is finished. A second one acts at once, as it would without this call.
-            ValueError: a prompt that is empty, too long or not of this vocabulary, or a value out of range.
+            ValueError: a prompt that is empty, too long or not of this vocabulary, or a value out of range; images for
+                a model that is not known to be exact with them.
             torch.OutOfMemoryError: the device is full; says what to lower. The decoder can be used again.
         """
         options: dict[str, Any] = {
@@ -160,6 +166,7 @@ class Decoder:
             "seed": seed,
             "continued": continued,
             "owner": owner,
+            **inputs,
         }
         signals = DeferredSignals()
         with remedy_named():
@@ -194,6 +201,7 @@ class Decoder:
         seed: int | None = None,
         continued: int = 0,
         owner: str | None = "",
+        **inputs: Any,
     ) -> Request:
         """The checked call; arguments and errors are those of `generate`.
 
@@ -228,6 +236,7 @@ class Decoder:
             listed_criteria(stopping_criteria),
             self.model.device,
         )
+        images = self._images(prompt, inputs)
         processors = listed_processors(logits_processor)
         checkpoint = self.checkpoint(generation_config)
         continued = check_int("continued", continued, 0, len(prompt) - 1, "a text goes on behind a prompt")
@@ -281,6 +290,7 @@ class Decoder:
             seed=None if sampling is None or sampling.greedy else sampling.seed,
             continued=continued,
             owner=owner,
+            images=images,
         )
 
     def computing(self) -> AbstractContextManager[None]:
@@ -321,6 +331,22 @@ class Decoder:
     def noisy_guesses(self) -> bool:
         """Whether nodes that no walk can reach are sampled under the noise too."""
         return True
+
+    def _images(self, prompt: Sequence[int], inputs: dict[str, Any]) -> PromptImages | None:
+        """The images of a prompt, if there are any.
+
+        Raises:
+            ValueError: as of PromptImages, or they are not exact in this mode or with such rotary frequencies.
+        """
+        images = PromptImages.of(self.model, prompt, inputs) if inputs else None
+        if images is not None and self.exact is Exact.BITWISE:
+            raise UserError("exact=bitwise takes no images, whose pass has a size of its own; use exact=tokens")
+        if images is not None and rope_boundary(self.model.config.get_text_config()):
+            raise UserError(
+                f"model type {self.model.config.model_type!r} changes its rotary frequencies with the length, which lp "
+                "does not do behind images: use generate as it is"
+            )
+        return images
 
     def _check_grammar(self, grammar: object, eos: Collection[int]) -> None:
         """Refuse what is no grammar, and an EOS that cannot end its text."""

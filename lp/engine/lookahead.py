@@ -197,6 +197,7 @@ class LookaheadDecoder(BatchDecoder):
             asked["threads"] = torch.get_num_threads()
         digests = {name: text_digest(repr(value)) for name, value in asked.items()}
         digests["prediction"] = chain_digest(0, request.prediction)
+        digests["images"] = chain_digest(0, [*request.images.digest] if request.images else [])
         digests |= self.factory.digests(CallInfo(**self._known(request.owner)))
         return {"prompt": chain_digest(0, request.prompt), **digests}
 

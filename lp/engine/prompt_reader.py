@@ -13,6 +13,7 @@ from lp.draft.source import DraftSource
 from lp.engine.failures import Failures
 from lp.engine.step_sampler import StepSampler
 from lp.models.kv_cache import StaticKVCache
+from lp.models.prompt_images import PromptImages
 from lp.models.runner import ModelRunner
 from lp.models.tree_pass import TreePass
 from lp.parallel.context import ParallelContext
@@ -31,6 +32,7 @@ class PromptReader:
         num_logits: K; 0 where the source does not learn from them.
         num_cached: the prompt's first tokens, which were cached before.
         failures: what fails on this rank alone.
+        images: images of the prompt; None for none.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class PromptReader:
         num_logits: int,
         num_cached: int,
         failures: Failures,
+        images: PromptImages | None = None,
     ) -> None:
         self.prompt = prompt
         self.runner = runner
@@ -50,13 +53,33 @@ class PromptReader:
         self.step_sampler = step_sampler
         self.source = source
         self.num_logits = num_logits
-        self.num_cached = num_cached
+        self.num_cached = max(num_cached, images.end) if images else num_cached
+        self.images = images
         self.failures = failures
         self._packed: list[torch.Tensor] = []  # top-k logits of the chunks that are cached so far
 
     def is_cached(self, cache: StaticKVCache) -> bool:
         """Whether the cache has the whole prompt, but for its last token, which the first step computes."""
         return cache.length >= len(self.prompt) - 1
+
+    def lacks_images(self, cache: StaticKVCache) -> bool:
+        """Whether `read_images` is to come first."""
+        return self.images is not None and cache.length < self.images.end
+
+    def takes_chunks(self, cache: StaticKVCache) -> bool:
+        """Whether `next_chunk` comes next."""
+        return not self.is_cached(cache) and not self.lacks_images(cache)
+
+    def read_images(self, cache: StaticKVCache) -> None:
+        """Cache the prompt up to the end of its images.
+
+        Args:
+            cache: the text's cache, which is empty.
+        """
+        images = self.images
+        assert images is not None and not cache.length
+        self.failures.attempt(lambda: self.runner.read_images(self.prompt, images, cache))
+        cache.length = images.end  # as on the other ranks, if it failed: the message of the first step tells them
 
     def chunk_size(self, cache: StaticKVCache, room: int) -> int:
         """How many tokens the next pass caches, if it has room for so many; 0: none is left."""
@@ -65,7 +88,8 @@ class PromptReader:
     def next_chunk(self, cache: StaticKVCache, count: int) -> TreePass:
         """The pass that caches so many more tokens."""
         num_logits = count if self.num_logits else 0
-        return self.runner.prompt_pass(self.prompt, len(self.prompt) - 1, cache.length, count, cache, num_logits)
+        tree = self.runner.prompt_pass(self.prompt, len(self.prompt) - 1, cache.length, count, cache, num_logits)
+        return tree._replace(rotary_offset=self.images.rotary_offset) if self.images else tree
 
     def take_chunk(self, cache: StaticKVCache, count: int, logits: torch.Tensor, failure: Exception | None) -> None:
         """Take in so many tokens.

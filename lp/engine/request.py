@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from lp.engine.interrupts import DeferredSignals
 from lp.engine.stopping import Stopping
+from lp.models.prompt_images import PromptImages
 from lp.models.rope import RopeBoundary
 from lp.sampling.grammar import Grammar
 from lp.sampling.sampler import Sampler
@@ -30,6 +31,7 @@ class Request:
         continued: how many of the prompt's last tokens are of the text itself.
         owner: whose text it is: prefixes, session and history are kept apart by owner; None: the text leaves nothing,
             and uses nothing that others have left.
+        images: images of the prompt; None for none.
     """
 
     prompt: list[int]
@@ -46,6 +48,16 @@ class Request:
     seed: int | None = None
     continued: int = 0
     owner: str | None = ""
+    images: PromptImages | None = None
+
+    @property
+    def rotary_offset(self) -> int:
+        """What a position behind the prompt's images is, less its place in the text."""
+        return self.images.rotary_offset if self.images else 0
+
+    def keyed(self, tokens: list[int]) -> list[int]:
+        """The text's first tokens, as texts that begin alike are found by: those of images stand for their content."""
+        return self.images.keyed(tokens) if self.images else tokens
 
     def limit_at(self, position: int) -> int:
         """Positions below it may be used by a step whose `c` is at `position`."""

@@ -33,6 +33,7 @@ from lp.engine.interrupts import Interrupted
 from lp.engine.lookahead import LookaheadDecoder
 from lp.engine.output import GenerationOutput
 from lp.errors import UserError
+from lp.models.prompt_images import PromptImages, inputs_of_images
 from lp.models.releases import CACHE_NAMES
 from lp.parallel.agreement import shared_seed
 from lp.sampling.generation_config import NONE, of_prompt, refusals
@@ -94,7 +95,8 @@ def generate(
         Interrupted: a KeyboardInterrupt, as of transformers; SIGINT or SIGTERM came. Its `outputs` are all sequences of
             the batch as far as they are.
         ValueError: what this decoder can't do exactly, by name: beams, use_cache=False, attentions, some processors,
-            masks with zeros behind a token, inputs that are no tokens, a cache that holds something already, a model
+            masks with zeros behind a token, images of several prompts or of a model that `lp.LookaheadDecoder` does
+            not take them for, a cache that holds something already, a model
             whose inputs are prepared by code that is not transformers', as PEFT's prompt learning does.
     """
     plan = Plan.of(
@@ -114,6 +116,7 @@ class Plan:
         processors: logits processors of each prompt.
         stops: when texts end.
         paddings: how many tokens each prompt is padded with on the left.
+        inputs: images of the prompt, and what belongs to them, by the names of the model's `forward`; for one prompt.
         streamer: streamer that shows the text; None for none.
     """
 
@@ -122,6 +125,7 @@ class Plan:
     processors: list[list[LogitsProcessor]]
     stops: _Stops
     paddings: list[int]
+    inputs: dict[str, Any]
     streamer: BaseStreamer | None
 
     @classmethod
@@ -146,9 +150,12 @@ class Plan:
         paddings = _paddings(input_ids, config, model_kwargs)
         given = check_processors(logits_processor or ())
         processors = [[of_prompt(processor, index) for processor in given] for index in range(len(input_ids))]
-        for ids, padding in zip(input_ids, paddings, strict=True):
-            prompt_ids(model, ids[padding:])
-        return cls(input_ids, config, processors, _Stops.of(stopping_criteria or (), config), paddings, streamer)
+        prompts = [
+            prompt_ids(model, ids[padding:]) for ids, padding in zip(input_ids, paddings, strict=True)
+        ]
+        inputs = _images(model, prompts, paddings, model_kwargs)
+        stops = _Stops.of(stopping_criteria or (), config)
+        return cls(input_ids, config, processors, stops, paddings, inputs, streamer)
 
     def run(self, decoder: LookaheadDecoder, seed: int | None = None) -> torch.Tensor | GenerateDecoderOnlyOutput:
         """What `generate` returns, by this decoder's steps.
@@ -181,6 +188,7 @@ class Plan:
                 "sequence": index,
                 "output_scores": bool(asked and config.output_scores),
                 "output_logits": bool(asked and config.output_logits),
+                **self.inputs,
                 "generation_config": NONE,  # transformers has made its processors
             }
 
@@ -315,9 +323,7 @@ def _paddings(input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: d
     Raises:
         ValueError: the model is to be given something else than tokens, or to skip some.
     """
-    others = [name for name, value in model_kwargs.items() if value is not None and name not in KNOWN]
-    if others:
-        raise UserError(f"lp.generate continues tokens and takes no {', '.join(others)}; use generate as it is")
+    images = inputs_of_images({name: value for name, value in model_kwargs.items() if name not in KNOWN})
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
     length = input_ids.shape[1]
     if mask is None:
@@ -336,10 +342,37 @@ def _paddings(input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: d
                 f"the attention_mask of prompt {index} has zeros behind its first token (transformers makes one where "
                 "the prompt has the pad token); pad on the left, or give a mask of ones if that token is meant"
             )
-        counted = [*range(len(mask[index]) - padding)]
-        if positions is not None and positions[index % len(positions)][padding:].tolist() != counted:
+        if positions is None or images:
+            continue
+        own = positions[..., index % positions.shape[-2], padding:]  # (L,), or along each of several axes
+        if not (own == torch.arange(length - padding, device=own.device)).all():
             raise UserError("lp.generate counts positions from the prompt's first token; leave position_ids out")
     return paddings
+
+
+def _images(
+    model: PreTrainedModel, prompts: list[list[int]], paddings: list[int], model_kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """What the decoder takes besides the tokens of the one prompt; none where there is no image.
+
+    Raises:
+        ValueError: images that lp does not take, or which of several prompts they belong to is not known.
+    """
+    inputs = inputs_of_images({name: value for name, value in model_kwargs.items() if name not in KNOWN})
+    if not inputs:
+        return {}
+    names = ", ".join(sorted(inputs))
+    if len(prompts) > 1 or paddings[0]:
+        raise UserError(
+            f"lp.generate takes {names} for one prompt without padding, and there are {len(prompts)} prompts with up "
+            f"to {max(paddings)} tokens of padding; give one prompt a call, or use generate as it is"
+        )
+    inputs["position_ids"] = model_kwargs.get("position_ids")
+    try:
+        PromptImages.of(model, prompts[0], inputs)
+    except TypeError:  # the model's forward does not take them either
+        raise UserError(f"lp.generate takes no {names}; use generate as it is") from None
+    return inputs
 
 
 def _by_step(texts: list[torch.Tensor | None], device: torch.device) -> tuple[torch.FloatTensor, ...] | None:

@@ -43,7 +43,7 @@ class BlockShape(NamedTuple):
     def sizes(self) -> list[int]:
         """Number of int64s that every part of `StepInputs` has, in order."""
         words = -(-self.bucket // BITS)
-        return [*[self.bucket] * 5, self.moves, self.moves, 4 * self.places, self.bucket * words]
+        return [*[self.bucket] * 6, self.moves, self.moves, 4 * self.places, self.bucket * words]
 
 
 class StepInputs(NamedTuple):
@@ -51,6 +51,7 @@ class StepInputs(NamedTuple):
 
     Attributes:
         tokens_B, positions_B: tokens of all sequences, then padding.
+        rotary_B: the positions that each token's keys and queries are turned by.
         logits_indices_B: the tokens whose logits are computed, then padding.
         slots_B: where each token's keys and values are written.
         sequence_B: the place of each token's sequence.
@@ -61,6 +62,7 @@ class StepInputs(NamedTuple):
 
     tokens_B: Any
     positions_B: Any
+    rotary_B: Any
     logits_indices_B: Any
     slots_B: Any
     sequence_B: Any
@@ -83,7 +85,7 @@ class StepInputs(NamedTuple):
             trees: one for each sequence.
             cache: all that the step reads and writes.
         """
-        self.logits_indices_B[:] = self.tokens_B[:] = self.positions_B[:] = 0
+        self.logits_indices_B[:] = self.tokens_B[:] = self.positions_B[:] = self.rotary_B[:] = 0
         self.sources_M[:] = self.targets_M[:] = cache.capacity - 1
         sources, targets = _moves([tree.cache for tree in trees], len(self.sources_M))
         self.sources_M[: len(sources)] = sources
@@ -98,6 +100,7 @@ class StepInputs(NamedTuple):
             assert own.length + end - start <= own.capacity, "tokens would be written into another text's slots"
             self.tokens_B[start:end] = tree.tokens
             self.positions_B[start:end] = tree.positions
+            self.rotary_B[start:end] = self.positions_B[start:end] + tree.rotary_offset
             self.slots_B[start:end] = np.arange(slot, slot + end - start)
             parents = np.asarray(tree.parents)
             parents_B[start:end] = np.where(parents < 0, -1, parents + start)

@@ -249,7 +249,7 @@ class CapturedSteps:
             arguments = self.masks.backend.forward_arguments(slots_B)
         output = self.model(
             input_ids=inputs.tokens_B[None],
-            position_ids=inputs.positions_B[None],
+            position_ids=inputs.rotary_B[None],
             attention_mask=self.masks.build(view),
             use_cache=True,
             logits_to_keep=inputs.logits_indices_B,

@@ -34,6 +34,7 @@ from lp.models.latents import expand_latents_by_sequence
 from lp.models.model_lock import lock_of
 from lp.models.new_cache import new_cache
 from lp.models.probe import check_tree_mask
+from lp.models.prompt_images import PromptImages
 from lp.models.recurrent_layers import recurrent_shapes, tree_forward
 from lp.models.releases import cache_keyword
 from lp.models.rope import rope_boundary
@@ -154,6 +155,7 @@ class ModelRunner:
         self._known: dict[StatesKind, int] = {}  # as of StaticKVCache
         self._knows_all = False  # a whole pass has run
         self._last_cache: weakref.ref[StaticKVCache] | None = None  # of the last pass, where rotary frequencies grow
+        self._as_given: ModelView | None = None  # for images: what `generate` would run
         self.captured: CapturedSteps | None = None
         self._mode: Capture | None = None  # of captured steps, if the model takes them
         self._may_fuse = fused
@@ -402,6 +404,24 @@ class ModelRunner:
             cache.commit(range(count))
             start += count
 
+    def read_images(self, prompt: Sequence[int], images: PromptImages, cache: StaticKVCache) -> None:
+        """Cache a prompt up to the end of its images, by one pass of the model with attention and masks of its own.
+
+        Args:
+            prompt: token ids.
+            images: the prompt's images.
+            cache: empty.
+        """
+        with self._lock:
+            if self._as_given is None:
+                self._as_given = ModelView(self.original, tree_forward)
+            self._as_given.follow()
+            model = self._as_given.model
+        cache.flush()
+        cache.begin(None)
+        model(**images.first_pass(model, prompt, cache))
+        cache.commit(range(images.end))
+
     def padded(self, num_tokens: int) -> int:
         """How many tokens a pass of so many computes."""
         if not self.widths:
@@ -581,7 +601,10 @@ class ModelRunner:
         sizes = [len(tree.tokens) for tree in trees]
         starts = [*itertools.accumulate(sizes, initial=0)]
         tokens, positions = _joined([tree.tokens for tree in trees]), _joined([tree.positions for tree in trees])
-        ids_1T, positions_1T = to_device(np.array([tokens, positions], np.int64), self.device).split(1)
+        rotary = positions
+        if any(tree.rotary_offset for tree in trees):
+            rotary = np.add(positions, np.repeat([tree.rotary_offset for tree in trees], sizes))
+        ids_1T, positions_1T, rotary_1T = to_device(np.array([tokens, positions, rotary], np.int64), self.device).split(1)
         views = []
         for tree, own_positions in zip(trees, positions_1T[0].split(sizes), strict=True):
             cache = tree.cache
@@ -598,7 +621,7 @@ class ModelRunner:
         logits_to_keep = len(indices) if keeps_all else to_device(indices, self.device)
         output = self.network(
             input_ids=ids_1T,
-            position_ids=positions_1T,
+            position_ids=rotary_1T,
             attention_mask=self.masks.build(views[0] if len(views) == 1 else ForestView(views)),
             use_cache=True,
             logits_to_keep=logits_to_keep,

@@ -20,6 +20,7 @@ class TreePass(NamedTuple):
         cache: holds the prefix.
         logits_indices: indices of the sequence's tokens whose logits are computed; may be empty.
         chain: each token sees all before it, and all are committed.
+        rotary_offset: what positions are turned by, less `positions`: not 0 behind images of some models.
     """
 
     tokens: Sequence[int] | np.ndarray
@@ -28,6 +29,7 @@ class TreePass(NamedTuple):
     cache: StaticKVCache
     logits_indices: Sequence[int]
     chain: bool = False
+    rotary_offset: int = 0
 
     def padded(self, count: int) -> TreePass:
         """This pass with so many tokens more, which nothing sees and nothing is sampled at."""

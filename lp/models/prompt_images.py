@@ -1,0 +1,231 @@
+"""Images of a prompt: what a processor gives besides the token ids, and what the model's own first pass makes of it.
+
+The prompt up to the last token that holds an image's place is one pass of the model as `generate` runs it, with its own
+mask (Gemma 3 sees both ways within an image) and its own positions (Qwen-VL's have three axes). Behind it positions
+count on one by one, from another number than the token's place in the cache. L: tokens of the prompt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from lp.errors import UserError
+from lp.models.releases import cache_keyword
+
+# Model types whose texts with images were found equal to those of transformers' `generate`.
+EXACT = {
+    "gemma3",
+    "gemma4",
+    "idefics3",
+    "internvl",
+    "llava",
+    "mistral3",
+    "qwen2_5_vl",
+    "qwen2_vl",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "smolvlm",
+}
+# What `forward` takes that is no image: lp gives it, or it belongs to training.
+NOT_INPUTS = {"inputs_embeds", "position_ids", "labels", "use_cache", "logits_to_keep", "past_key_values", "cache"}
+HANDED_OVER = {"attention_mask", "position_ids"}  # with the images, which they are not
+TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")  # (1, L): not 0 where a token holds an image's place
+PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index", "audio_token_id")
+KEY_BITS = 31  # of a key in place of a token id: keys are negative int32s
+NUM_KEYS = 4
+
+
+@dataclass(frozen=True, eq=False)
+class PromptImages:
+    """The images of one prompt.
+
+    Attributes:
+        inputs: what the model's `forward` takes besides token ids, by name.
+        is_image: bool (L,), the tokens that hold an image's place.
+        positions: positions of the prompt's tokens as the model counts them, (1, L) or (axes, 1, L); None: by place.
+    """
+
+    inputs: Mapping[str, Any]
+    is_image: np.ndarray
+    positions: torch.Tensor | None
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, prompt: Sequence[int], given: Mapping[str, Any]) -> PromptImages | None:
+        """The images of a prompt; None where nothing but token ids was given.
+
+        Args:
+            model: takes them.
+            prompt: L token ids.
+            given: the fields of a processor's output without the token ids, and what `generate` of transformers hands
+                over in their place: `position_ids`, and features that are encoded. A mask of ones counts as none.
+
+        Raises:
+            TypeError: a name that the model's `forward` does not take.
+            ValueError: a model that is not known to be exact with images, a mask with zeros, no place for an image in
+                the prompt, or an image at its very end.
+        """
+        _check_mask(given.get("attention_mask"), len(prompt))
+        inputs = inputs_of_images(given)
+        taken = inspect.signature(model.forward).parameters.keys() - NOT_INPUTS
+        for name in inputs.keys() - taken:
+            raise TypeError(f"generate() got an unexpected keyword argument {name!r}")
+        if not inputs:
+            return None
+        types = {name: np.ravel(_array(inputs[name])) for name in TOKEN_TYPES if name in inputs}
+        if (kind := model.config.model_type) not in EXACT:
+            raise UserError(
+                f"model type {kind!r} is not known to be exact with {', '.join(sorted(inputs))}; "
+                f"{', '.join(sorted(EXACT))} are: use generate as it is, or leave the images out"
+            )
+        for name, kinds in types.items():
+            if len(kinds) != len(prompt):
+                raise UserError(f"{name} has {len(kinds)} values for a prompt of {len(prompt)} tokens; give one each")
+        is_image = _image_places(model.config, prompt, list(types.values()))
+        if not is_image.any():
+            raise UserError(
+                f"{', '.join(sorted(inputs))} are given, and no token of the prompt holds an image's place; "
+                "build both with the model's processor"
+            )
+        if is_image[-1]:
+            raise UserError("the prompt ends with an image; put some text behind it, such as the chat template's")
+        inputs = {name: _on(value, model.device) for name, value in inputs.items()}
+        positions = given.get("position_ids")
+        return cls(inputs, is_image, _positions(model, prompt, inputs) if positions is None else positions)
+
+    @property
+    def end(self) -> int:
+        """Number of the prompt's tokens up to the last one that holds an image's place."""
+        return int(np.flatnonzero(self.is_image)[-1]) + 1
+
+    @cached_property
+    def rotary_offset(self) -> int:
+        """What a token's position is behind the images, less its place in the prompt."""
+        if self.positions is None:
+            return 0
+        last: torch.Tensor = self.positions.flatten(0, -2)[-1, -1]  # the first axis may be the place, for masks
+        return int(last) - (len(self.is_image) - 1)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """16 bytes that differ where the content does."""
+        hasher = hashlib.blake2b(digest_size=16)
+        for part in _parts(self.inputs):
+            if isinstance(part, torch.Tensor):
+                hasher.update(f"{part.dtype} {part.shape}".encode())
+                part = part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+            hasher.update(part)
+        return hasher.digest()
+
+    def keyed(self, tokens: Sequence[int]) -> list[int]:
+        """Tokens of a text that begins with the prompt, where those of images are told apart by their content.
+
+        Args:
+            tokens: token ids of the text, or some of its first ones.
+        """
+        words = int.from_bytes(self.digest, "little")
+        keys = [-1 - (words >> KEY_BITS * index & (1 << KEY_BITS) - 1) for index in range(NUM_KEYS)]
+        keyed = np.array(tokens, np.int64)
+        places = np.flatnonzero(self.is_image[: len(keyed)])
+        keyed[places] = np.resize(keys, len(places))
+        return [int(token) for token in keyed]
+
+    def first_pass(self, model: PreTrainedModel, prompt: Sequence[int], cache: Cache) -> dict[str, Any]:
+        """Arguments of the model for the pass over the prompt up to `end`.
+
+        Args:
+            model: as `generate` runs it.
+            prompt: L token ids.
+            cache: empty.
+        """
+        end = self.end
+        whole = {name: value for name, value in self.inputs.items() if name not in TOKEN_TYPES}
+        types = {name: self.inputs[name][..., :end] for name in TOKEN_TYPES if name in self.inputs}
+        if self.positions is not None:
+            types["position_ids"] = self.positions[..., :end]
+        ids = torch.tensor([prompt[:end]], device=model.device)
+        keyword = cache_keyword(model)
+        arguments = model.prepare_inputs_for_generation(
+            ids, use_cache=True, is_first_iteration=True, logits_to_keep=1, **{keyword: cache}, **types, **whole
+        )
+        return {**arguments, keyword: cache}
+
+
+def inputs_of_images(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What a model is to be given besides the tokens: nothing for a text, whose token types are all 0.
+
+    Args:
+        given: arguments by name, some of which may be None or empty.
+    """
+    named = {name: value for name, value in given.items() if value is not None and name not in HANDED_OVER}
+    inputs = {name: value for name, value in named.items() if not (isinstance(value, Mapping) and not value)}
+    is_text = all(name in TOKEN_TYPES and not _array(value).any() for name, value in inputs.items())
+    return {} if is_text else inputs
+
+
+def _check_mask(mask: Any, length: int) -> None:
+    """Refuse an attention mask that hides a token of a single prompt, or is of another length."""
+    if mask is None:
+        return
+    values = np.ravel(_array(mask))
+    if len(values) != length or not values.all():
+        raise UserError(
+            f"attention_mask has {len(values)} values, of which {int((values != 0).sum())} are not 0, for a prompt of "
+            f"{length} tokens; generate takes one prompt without padding: leave the mask out"
+        )
+
+
+def _image_places(config: Any, prompt: Sequence[int], types: Sequence[np.ndarray]) -> np.ndarray:
+    """Bool (L,), the tokens that hold an image's place: by the processor's token types, else by their ids."""
+    if types:
+        places: np.ndarray = np.logical_or.reduce([kinds != 0 for kinds in types])
+        return places
+    ids = [token for name in PLACEHOLDERS if (token := getattr(config, name, None)) is not None]
+    return np.isin(prompt, ids)
+
+
+def _positions(model: PreTrainedModel, prompt: Sequence[int], inputs: Mapping[str, Any]) -> torch.Tensor | None:
+    """Positions of the prompt's tokens, as `generate` prepares them."""
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return None
+    ids = torch.tensor([prompt], device=model.device)
+    with torch.inference_mode():
+        positions: torch.Tensor = model._prepare_position_ids_for_generation(ids, {"input_ids": ids, **inputs})
+    return positions
+
+
+def _parts(value: Any) -> Iterator[torch.Tensor | bytes]:
+    """Tensors, names and other values of nested mappings and lists, in an order that their content decides."""
+    if isinstance(value, Mapping):
+        for name in sorted(value):
+            yield str(name).encode()
+            yield from _parts(value[name])
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _parts(part)
+    else:
+        yield value if isinstance(value, torch.Tensor) else repr(value).encode()
+
+
+def _array(value: Any) -> np.ndarray:
+    return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+
+
+def _on(value: Any, device: torch.device) -> Any:
+    """A processor's field on the model's device."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value).to(device)
+    return [_on(part, device) for part in value] if isinstance(value, list | tuple) else value
