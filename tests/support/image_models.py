@@ -168,13 +168,17 @@ def image_model(
     )
     with torch.no_grad():
         for parameter in model.parameters():
+            if not parameter.any() and parameter.ndim > 1:  # Gemma 3's projection begins with zeros
+                parameter.normal_(std=0.1)
             if parameter.ndim > 1:
                 parameter.mul_(3.0)
     model.generation_config = tf.GenerationConfig(do_sample=False)
     return model.to(dtype).eval()
 
 
-def image_prompt(name: str, seed: int = 0, images: int = 1, words: int = 12, dtype: Any = torch.float64) -> dict[str, Any]:
+def image_prompt(
+    name: str, seed: int = 0, images: int = 1, words: int = 12, behind: int = 0, dtype: Any = torch.float64
+) -> dict[str, Any]:
     """What a processor gives for a prompt with images between its words.
 
     Args:
@@ -182,6 +186,7 @@ def image_prompt(name: str, seed: int = 0, images: int = 1, words: int = 12, dty
         seed: seed that words and pixels are drawn with.
         images: how many.
         words: tokens of text before, between and behind them, each.
+        behind: tokens of text at the end, besides these.
         dtype: type of the pixels.
     """
     rng = random.Random(seed)
@@ -192,6 +197,7 @@ def image_prompt(name: str, seed: int = 0, images: int = 1, words: int = 12, dty
     ids = _text(rng, words)
     for rows, columns in grids:
         ids += _around(name, rows, columns) + _text(rng, words)
+    ids += _text(rng, behind)
     input_ids = torch.tensor([ids])
     is_image = (input_ids == IMAGE).long()
     inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
