@@ -57,7 +57,7 @@ def test_several_prompts_with_images_are_left_to_transformers(
     model = image_model("llava")
     one, other = image_prompt("llava", 1, 1), image_prompt("llava", 2, 1)
     both = {name: torch.cat([one[name], other[name]]) for name in one}
-    with pytest.raises(ValueError, match="takes [a-z_]+ for one prompt without padding, and there are 2"):
+    with pytest.raises(ValueError, match=r"takes [a-z_]+ for one prompt without padding, and there are 2"):
         batch(model, both, custom_generate=lp.generate)
     expected = batch(model, both)
     calls = counting(monkeypatch)
@@ -65,9 +65,7 @@ def test_several_prompts_with_images_are_left_to_transformers(
     with caplog.at_level(logging.WARNING, "lp"):
         assert torch.equal(batch(model, both), expected)
     lp.restore(model)
-    assert (
-        not calls and "this call of generate is transformers' own: lp.generate takes " in caplog.text
-    )
+    assert not calls and "this call of generate is transformers' own: lp.generate takes " in caplog.text
 
 
 def batch(model: PreTrainedModel, inputs: dict[str, Any], **options: Any) -> torch.Tensor:
