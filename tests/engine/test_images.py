@@ -14,7 +14,9 @@ from lp.models.prompt_images import EXACT
 from lp.parallel.context import ParallelContext
 from lp.parallel.thread_ranks import run_lockstep
 from tests.conftest import some_of
+from tests.support.architectures import PAGE, versions
 from tests.support.captured import captured_runner
+from tests.support.image_matrix import image_page
 from tests.support.image_models import IMAGE, IMAGE_MODELS, generated, image_model, image_prompt, skip_without
 from tests.support.tiny_models import CLOSE, tiny_model
 
@@ -37,6 +39,15 @@ def text_only(inputs: dict[str, Any]) -> dict[str, Any]:
 def test_every_model_type_that_takes_images_is_tried() -> None:
     """A type added to EXACT by hand, and run by nothing, is a promise that nobody has checked."""
     assert {image_model(name).config.model_type for name in IMAGE_MODELS} == EXACT
+
+
+@pytest.mark.slow  # it needs every model with every attention
+def test_the_page_is_this_run() -> None:
+    """A table written by hand would go on promising what no longer holds."""
+    written = PAGE.read_text(encoding="utf-8")
+    if versions() not in written:
+        pytest.skip(f"docs/reference/models.md was made with other versions than {versions()}")
+    assert image_page() == written, "run python scripts/tables.py models and look at what changed"
 
 
 @pytest.mark.parametrize("name", IMAGE_MODELS)

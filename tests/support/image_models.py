@@ -190,7 +190,7 @@ def image_prompt(
         dtype: type of the pixels.
     """
     rng = random.Random(seed)
-    torch.manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)  # of its own: ranks that are threads draw at the same time
     grids = [(2, 4) if name in _QWEN and rng.random() < 0.5 else (2, 2) for _ in range(images)]
     if name in _QWEN:
         grids = [(2 * rows, 2 * columns) for rows, columns in grids]
@@ -201,17 +201,19 @@ def image_prompt(
     input_ids = torch.tensor([ids])
     is_image = (input_ids == IMAGE).long()
     inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
-    pixels = torch.randn(images, COLOURS, EDGE, EDGE, dtype=dtype)
+    pixels = torch.randn(images, COLOURS, EDGE, EDGE, dtype=dtype, generator=generator)
     if name in _QWEN:
         counts = [rows * columns for rows, columns in grids]
-        inputs["pixel_values"] = torch.randn(sum(counts), COLOURS * PATCH * PATCH, dtype=dtype)
+        inputs["pixel_values"] = torch.randn(sum(counts), COLOURS * PATCH * PATCH, dtype=dtype, generator=generator)
         inputs["image_grid_thw"] = torch.tensor([[1, rows, columns] for rows, columns in grids])
         inputs["mm_token_type_ids"] = is_image
     elif name == "gemma3":
         inputs |= {"pixel_values": pixels, "token_type_ids": is_image}
     elif name == "gemma4":
         places = torch.tensor([[x, y] for y in range(4) for x in range(4)])  # four patches are a token
-        inputs["pixel_values"] = torch.rand(images, len(places), COLOURS * PATCH * PATCH, dtype=dtype)
+        inputs["pixel_values"] = torch.rand(
+            images, len(places), COLOURS * PATCH * PATCH, dtype=dtype, generator=generator
+        )
         inputs["image_position_ids"] = places[None].expand(images, -1, -1).contiguous()
         inputs["mm_token_type_ids"] = is_image
     elif name == "mistral3":
