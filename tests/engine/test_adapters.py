@@ -3,55 +3,32 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import peft
 import pytest
-import torch
 
 import lp
 from lp.engine.engine import Engine
 from lp.parallel.context import ParallelContext
 from lp.parallel.thread_ranks import run_lockstep
 from tests.conftest import some_of
+from tests.support.adapted import NAMES, active, add_adapters
 from tests.support.captured import captured_runner
 from tests.support.image_models import image_model, image_prompt
 from tests.support.tiny_models import drawn_text, plain_greedy, tiny_model
 
 FIXED = lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=6)
 NEW = 24
-NAMES = ("red", "green", "blue")
 ARCHS = ["llama", "mistral_sliding", "qwen2", "qwen3", "gemma3", "phi3", "gpt_neox", "olmo2", "granite", "qwen3_5"]
 IDS = drawn_text(random.Random(2), 20)
-
-
-def lora(**fields: Any) -> peft.LoraConfig:
-    settings: dict[str, Any] = {"r": 4, "lora_alpha": 16, "init_lora_weights": False, "target_modules": "all-linear"}
-    return peft.LoraConfig(task_type="CAUSAL_LM", **settings | fields)
 
 
 def adapted(arch: str = "llama", names: tuple[str, ...] = NAMES, **fields: Any) -> Any:
     """A model with adapters of different ranks, of which none is active."""
     model = tiny_model(arch)
-    torch.manual_seed(7)
-    for rank, name in enumerate(names, 2):
-        model.add_adapter(lora(**{"r": rank} | fields), adapter_name=name)
-    model.disable_adapters()
-    return model.to(torch.float64).eval()
-
-
-@contextmanager
-def active(model: Any, name: str | None) -> Iterator[None]:
-    """Within the block the model is what PEFT makes of this adapter."""
-    if name is not None:
-        model.enable_adapters()
-        model.set_adapter(name)
-    try:
-        yield
-    finally:
-        model.disable_adapters()
+    add_adapters(model, names=names, **fields)
+    return model
 
 
 def texts(
@@ -172,7 +149,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="does not go with rotary frequencies that change with the length"):
         lp.LookaheadDecoder(adapted("llama_dynamic"), FIXED).generate(IDS, NEW, adapter="red")
     seeing = image_model("llava")
-    seeing.add_adapter(lora(target_modules=["q_proj"]), adapter_name="red")
+    add_adapters(seeing, names=("red",))
     with pytest.raises(ValueError, match="adapter='red' does not go with images"):
         lp.LookaheadDecoder(seeing, FIXED).generate(**image_prompt("llava"), adapter="red")
 
@@ -188,9 +165,7 @@ def test_what_is_refused() -> None:
 )
 def test_adapters_of_other_kinds_are_refused(fields: dict[str, Any], message: str) -> None:
     """Active on the model they are exact (tests/models/test_adapters.py); rows of one text alone can't have them."""
-    model = tiny_model()
-    model.add_adapter(lora(**fields), adapter_name="red")
-    model.to(torch.float64).eval()
+    model = adapted(names=("red",), **fields)
     with pytest.raises(ValueError, match=f"adapter 'red' cannot be chosen by a text: .*{message}"):
         lp.LookaheadDecoder(model, FIXED).generate(IDS, NEW, adapter="red")
 
@@ -213,10 +188,7 @@ def test_an_adapter_that_comes_later() -> None:
     with Engine(lp.LookaheadDecoder(model, FIXED), 3, 1500) as engine:
         first = engine.submit(IDS, NEW, adapter="red")
         engine.step()
-        torch.manual_seed(9)
-        model.add_adapter(lora(), adapter_name="late")
-        model.disable_adapters()
-        model.to(torch.float64)
+        add_adapters(model, 9, ("late",), target_modules=["q_proj", "down_proj"])
         second, third = engine.submit(IDS, NEW, adapter="late"), engine.submit(IDS, NEW)
         engine.run()
         assert first.result().tokens == expected["red"]
