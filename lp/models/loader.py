@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import huggingface_hub
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from lp.errors import UserError
+from lp.models.auto_class import auto_class_of
 from lp.models.rope import rope_boundary
 from lp.models.sharded_loader import load_divided
 from lp.models.support import check_supported
@@ -212,9 +213,10 @@ def cast_on(device: str | torch.device, model: PreTrainedModel, dtype: torch.dty
 
 def _keeps_float32(config: Any) -> bool:
     """Whether transformers leaves some weights in float32 whatever dtype is asked for."""
-    if type(config) not in AutoModelForCausalLM._model_mapping:
+    classes = auto_class_of(config)._model_mapping
+    if type(config) not in classes:
         return True  # code of the checkpoint: nobody knows
-    kind = AutoModelForCausalLM._model_mapping[type(config)]
+    kind = classes[type(config)]
     return any(getattr(kind, f"_keep_in_fp32_modules{which}", None) for which in ("", "_strict"))
 
 
@@ -265,7 +267,7 @@ def _config(source: Checkpoint, trust_remote_code: bool, offline: bool) -> Any:
         has_code = "trust_remote_code" in str(error)
         remedy = "; model.trust_remote_code=true runs that code, if you trust it" if has_code else ""
         raise UserError(f"cannot read a model config from {shown!r}: {_first_line(error)}{remedy}") from error
-    if type(config) not in AutoModelForCausalLM._model_mapping and not trust_remote_code:
+    if type(config) not in auto_class_of(config)._model_mapping and not trust_remote_code:
         raise UserError(f"{shown!r} is a {config.model_type!r} model, which is not a causal LM in transformers")
     return config
 
@@ -298,7 +300,7 @@ def _model(source: Checkpoint, config: Any, kwargs: dict[str, Any]) -> PreTraine
     shown = source.shown
     try:
         with _without_report():
-            model, info = AutoModelForCausalLM.from_pretrained(
+            model, info = auto_class_of(config).from_pretrained(
                 source.place,
                 config=config,
                 use_safetensors=True,
