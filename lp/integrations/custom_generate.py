@@ -150,9 +150,7 @@ class Plan:
         paddings = _paddings(input_ids, config, model_kwargs)
         given = check_processors(logits_processor or ())
         processors = [[of_prompt(processor, index) for processor in given] for index in range(len(input_ids))]
-        prompts = [
-            prompt_ids(model, ids[padding:]) for ids, padding in zip(input_ids, paddings, strict=True)
-        ]
+        prompts = [prompt_ids(model, ids[padding:]) for ids, padding in zip(input_ids, paddings, strict=True)]
         inputs = _images(model, prompts, paddings, model_kwargs)
         stops = _Stops.of(stopping_criteria or (), config)
         return cls(input_ids, config, processors, stops, paddings, inputs, streamer)

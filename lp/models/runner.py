@@ -604,7 +604,9 @@ class ModelRunner:
         rotary = positions
         if any(tree.rotary_offset for tree in trees):
             rotary = np.add(positions, np.repeat([tree.rotary_offset for tree in trees], sizes))
-        ids_1T, positions_1T, rotary_1T = to_device(np.array([tokens, positions, rotary], np.int64), self.device).split(1)
+        ids_1T, positions_1T, rotary_1T = to_device(np.array([tokens, positions, rotary], np.int64), self.device).split(
+            1
+        )
         views = []
         for tree, own_positions in zip(trees, positions_1T[0].split(sizes), strict=True):
             cache = tree.cache
