@@ -550,6 +550,8 @@ class TextPart(Fields):
 
 def _as_object(value: Any) -> Any:
     """A lone URL is an object with it."""
+    if isinstance(value, dict) and value.get("url") is None:
+        raise UserError("image_url has no url; give it one, as in data:image/png;base64,...")
     return {"url": value} if isinstance(value, str) else value
 
 

@@ -35,7 +35,7 @@ class ImagePrompt(NamedTuple):
     """
 
     tokens: list[int]
-    inputs: dict[str, torch.Tensor]
+    inputs: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,26 +11,29 @@ import pytest
 import tokenizers
 import torch
 import transformers as tf
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from tests.support.image_models import EDGE, IMAGE, PATCH, VOCABULARY, image_model
 
-LETTERS = "abcdefghijklmnopqrstuvwxyz .:{}[]\",0123456789\n"
+LETTERS = 'abcdefghijklmnopqrstuvwxyz .:{}[]",0123456789_;<>'
+END = IMAGE - 1  # the token that ends a turn
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}:{% for part in m.content %}"
-    "{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}\n{% endfor %}"
+    "{{ '<image>' if part.type == 'image' else part.text }}{% endfor %};{% endfor %}"
     "{{ tools | tojson | lower if tools }}{% if add_generation_prompt %}a:{% endif %}"
 )
 
 
 def image_tokenizer() -> tf.PreTrainedTokenizerFast:
-    """A tokenizer whose tokens are single characters, and `<image>`."""
-    words = {letter: index for index, letter in enumerate(LETTERS)}
-    words |= {f"<unused{index}>": index for index in range(len(words), IMAGE - 1)} | {"<end>": IMAGE - 1}
-    model = tokenizers.models.BPE({**words, "<image>": IMAGE}, [])
-    made = tokenizers.Tokenizer(model)
-    made.decoder = tokenizers.decoders.Fuse()
-    tokenizer = tf.PreTrainedTokenizerFast(tokenizer_object=made)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>", "<end>"]})
+    """A tokenizer whose tokens are single characters, `<end>`, which ends a turn, and `<image>`."""
+    as_bytes = bytes_to_unicode()
+    words = {as_bytes[ord(letter)]: index for index, letter in enumerate(LETTERS)}
+    words |= {f"<unused{index}>": index for index in range(len(words), END)} | {"<end>": END, "<image>": IMAGE}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(words, []))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer = tf.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
     return tokenizer
 
 
@@ -42,12 +45,12 @@ def save_image_model(folder: Path, seed: int = 0) -> Path:
         seed: seed that the weights are drawn with.
     """
     pytest.importorskip("PIL", reason="the package pillow is not installed")
+    from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
+
     image_model("llava", seed, torch.float32).save_pretrained(folder)
     sizes = {"size": {"height": EDGE, "width": EDGE}, "crop_size": {"height": EDGE, "width": EDGE}}
-    images = tf.AutoImageProcessor.from_pretrained
-    del images
     processor = tf.LlavaProcessor(
-        tf.models.llava.image_processing_pil_llava.LlavaImageProcessorPil(**sizes),
+        LlavaImageProcessorPil(**sizes),
         image_tokenizer(),
         patch_size=PATCH,
         vision_feature_select_strategy="default",

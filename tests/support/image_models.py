@@ -174,7 +174,9 @@ def image_model(
     return model.to(dtype).eval()
 
 
-def image_prompt(name: str, seed: int = 0, images: int = 1, words: int = 12, dtype: Any = torch.float64) -> dict[str, Any]:
+def image_prompt(
+    name: str, seed: int = 0, images: int = 1, words: int = 12, dtype: Any = torch.float64
+) -> dict[str, Any]:
     """What a processor gives for a prompt with images between its words.
 
     Args:
