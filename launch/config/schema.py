@@ -589,7 +589,8 @@ def mirror(config: type, name: str, values: Mapping[str, Any] | None = None, wit
 UNDRAFTED: dict[str, type] = {"plain": PlainSchema, "autoregressive": AutoregressiveSchema}
 SAMPLINGS: dict[str, type] = {"greedy": GreedySchema, "sample": mirror(SamplingParams, "sample", without=["seed"])}
 
-PYTHON_ALONE = ("ablation", "warmup_steps", "max_spec_offset")  # fields of draft sources' configs that have no key
+# Fields of draft sources' configs that have no key.
+PYTHON_ALONE = ("ablation", "warmup_steps", "max_spec_offset", "max_tree_depth")
 
 
 @dataclass(frozen=True)
