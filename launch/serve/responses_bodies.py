@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
@@ -37,13 +38,24 @@ ITEMS = {  # types of items, and what each needs
 KEPT = "the server keeps no responses: send the earlier items again"
 
 
-class InputPart(Fields):
-    """A part of an item: a text or an image."""
+class InputText(Fields):
+    """A part of an item's text."""
 
-    REFUSED: ClassVar[dict[str, str]] = {"file_id": f"{KEPT}, and no files: give image_url"}
     model_config = ConfigDict(extra="allow")
     type: Text
     text: Text | None = None
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> InputText:
+        if self.type not in TEXT_PARTS or self.text is None:
+            raise UserError(f"a part is of type {self.type[:SHOWN]!r}; give text here")
+        return self
+
+
+class InputPart(InputText):
+    """A part of a message: a text or an image."""
+
+    REFUSED: ClassVar[dict[str, str]] = {"file_id": f"{KEPT}, and no files: give image_url"}
     image_url: OneImageUrl | None = None
 
     @model_validator(mode="after")
@@ -71,9 +83,14 @@ Parts = Annotated[
     Field(fail_fast=True),
     BeforeValidator(_parts, json_schema_input_type=Text | list[InputPart]),
 ]
+TextParts = Annotated[
+    list[InputText],
+    Field(fail_fast=True),
+    BeforeValidator(_parts, json_schema_input_type=Text | list[InputText]),
+]
 
 
-def _text(parts: list[InputPart] | None) -> str:
+def _text(parts: Sequence[InputText] | None) -> str:
     return "".join(part.text or "" for part in parts or [])
 
 
@@ -99,11 +116,11 @@ class Item(Fields):
     type: Text = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: Parts | None = None
-    summary: Parts | None = None
+    summary: TextParts | None = None
     call_id: Text | None = None
     name: Text | None = None
     arguments: Text | None = None
-    output: Parts | None = None
+    output: TextParts | None = None
 
     @model_validator(mode="after")
     def _is_whole(self) -> Item:
@@ -114,8 +131,7 @@ class Item(Fields):
         for name in ITEMS[self.type]:
             if getattr(self, name) is None:
                 raise UserError(f"an item of type {self.type!r} has no {name}; give it")
-        others = [*(self.summary or []), *(self.output or []), *([] if self.role == "user" else self.content or [])]
-        if any(part.image for part in others):
+        if self.role != "user" and any(part.image for part in self.content or []):
             raise UserError("an input_image is in another item than a user's message; give it in one")
         return self
 

@@ -124,6 +124,11 @@ class HiddenTokens:
         self._mark = f"x{secrets.token_hex(16)}x"  # letters and digits: templates may quote or strip what is around it
         self._hidden: list[str] = []
 
+    @property
+    def any(self) -> bool:
+        """Whether some are hidden."""
+        return bool(self._hidden)
+
     def found(self, text: str) -> bool:
         """Whether there is a special token in it."""
         return bool(self._special.search(text))

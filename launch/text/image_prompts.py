@@ -76,7 +76,9 @@ class ImagePrompts:
             line = line.partition(". ")[0].rstrip(".")
             remedy = "leave the image out"
             if isinstance(error, ImportError):
-                remedy = f"install it; {install_command('images')} brings pillow, torchvision has to be of torch's build"
+                remedy = (
+                    f"install it; {install_command('images')} brings pillow, torchvision has to be of torch's build"
+                )
             return cls(tokenizer=tokenizer, why_not=f"images of this model can't be read: {line}; {remedy}")
         if not hasattr(processor, "image_processor"):
             why_not = "the checkpoint has no processor of images (preprocessor_config.json); put it beside the weights"
@@ -126,15 +128,18 @@ class ImagePrompts:
             **hidden.hide(given),
         )
         begins = self.tokenizer.bos_token is not None and text.startswith(self.tokenizer.bos_token)
-        processor = copy.copy(self.processor)
-        processor.tokenizer = _Hiding(self.tokenizer, hidden)
+        processor = self.processor
+        if hidden.any:
+            processor = copy.copy(processor)
+            processor.tokenizer = _Hiding(self.tokenizer, hidden)
         try:
             with self._one_at_a_time:
                 made = processor(text=[text], images=[*images], add_special_tokens=not begins, return_tensors="pt")
         except UserError:
             raise
         except Exception as error:  # nothing of ours runs in there
-            raise UserError(f"the model's processor refuses the images: {str(error).partition(chr(10))[0]}") from error
+            what = "a text with a special token beside images; leave the token out" if hidden.any else "the images"
+            raise UserError(f"the model's processor refuses {what}: {str(error).partition(chr(10))[0]}") from error
         inputs = {name: self._cast(torch.as_tensor(value)) for name, value in made.items() if name not in TOKENS}
         return ImagePrompt(made["input_ids"][0].tolist(), inputs)
 

@@ -287,7 +287,10 @@ def test_bad_images_of_responses(http_client: Any) -> None:
         ({"role": "user", "content": [image]}, "image 1 is no PNG"),
         ({"role": "user", "content": [{**image, "image_url": "https://a.b/c"}]}, "this server fetches none"),
         ({"role": "assistant", "content": [image]}, "an input_image is in another item than a user's message"),
-        ({"type": "function_call_output", "call_id": "1", "output": [image]}, "in another item than a user's message"),
+        (
+            {"type": "function_call_output", "call_id": "1", "output": [image]},
+            "a part is of type 'input_image'; give text here",
+        ),
         ({"role": "user", "content": [{"type": "input_image"}]}, "a part of type 'input_image' has no image_url"),
         ({"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}, "file_id is not supported"),
     ]:
