@@ -1,21 +1,32 @@
-"""The class of transformers that a checkpoint is loaded by: with what reads images, where lp is exact with them."""
+"""Which automatic class of transformers loads a checkpoint: that of causal LMs, or of models that take images."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from lp.models.prompt_images import EXACT
 
 
-def auto_class_of(config: Any) -> Any:
-    """AutoModelForImageTextToText for a model that takes images, unless its checkpoint is of the text model alone.
+def auto_class(config: Any) -> Any:
+    """The automatic class that loads a checkpoint with this config.
 
-    Args:
-        config: the checkpoint's config.
+    A type that has both, as Qwen 3.5, is loaded with its vision where the config's `architectures` name it.
     """
-    names = getattr(config, "architectures", None) or ()
-    of_text = bool(names) and all(name.endswith("ForCausalLM") for name in names)
-    takes_images = config.model_type in EXACT and type(config) in AutoModelForImageTextToText._model_mapping
-    return AutoModelForImageTextToText if takes_images and not of_text else AutoModelForCausalLM
+    if config.model_type not in EXACT or (kind := _class_in(AutoModelForImageTextToText, config)) is None:
+        return AutoModelForCausalLM
+    named = getattr(config, "architectures", None) or []
+    takes_images = kind.__name__ in named or _class_in(AutoModelForCausalLM, config) is None
+    return AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
+
+
+def model_class(config: Any) -> type[PreTrainedModel] | None:
+    """The class of models with this config; None where transformers knows none that continues tokens."""
+    return _class_in(auto_class(config), config)
+
+
+def _class_in(automatic: Any, config: Any) -> type[PreTrainedModel] | None:
+    mapping = automatic._model_mapping
+    kind: type[PreTrainedModel] | None = mapping.get(type(config), None)
+    return kind

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from lp.errors import UserError
-from lp.models.auto_class import auto_class_of
+from lp.models.auto_class import auto_class, model_class
 from lp.models.rope import rope_boundary
 from lp.models.sharded_loader import load_divided
 from lp.models.support import check_supported
@@ -213,10 +213,9 @@ def cast_on(device: str | torch.device, model: PreTrainedModel, dtype: torch.dty
 
 def _keeps_float32(config: Any) -> bool:
     """Whether transformers leaves some weights in float32 whatever dtype is asked for."""
-    classes = auto_class_of(config)._model_mapping
-    if type(config) not in classes:
+    kind = model_class(config)
+    if kind is None:
         return True  # code of the checkpoint: nobody knows
-    kind = classes[type(config)]
     return any(getattr(kind, f"_keep_in_fp32_modules{which}", None) for which in ("", "_strict"))
 
 
@@ -267,7 +266,7 @@ def _config(source: Checkpoint, trust_remote_code: bool, offline: bool) -> Any:
         has_code = "trust_remote_code" in str(error)
         remedy = "; model.trust_remote_code=true runs that code, if you trust it" if has_code else ""
         raise UserError(f"cannot read a model config from {shown!r}: {_first_line(error)}{remedy}") from error
-    if type(config) not in auto_class_of(config)._model_mapping and not trust_remote_code:
+    if model_class(config) is None and not trust_remote_code:
         raise UserError(f"{shown!r} is a {config.model_type!r} model, which is not a causal LM in transformers")
     return config
 
@@ -300,7 +299,7 @@ def _model(source: Checkpoint, config: Any, kwargs: dict[str, Any]) -> PreTraine
     shown = source.shown
     try:
         with _without_report():
-            model, info = auto_class_of(config).from_pretrained(
+            model, info = auto_class(config).from_pretrained(
                 source.place,
                 config=config,
                 use_safetensors=True,

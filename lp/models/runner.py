@@ -155,7 +155,6 @@ class ModelRunner:
         self._known: dict[StatesKind, int] = {}  # as of StaticKVCache
         self._knows_all = False  # a whole pass has run
         self._last_cache: weakref.ref[StaticKVCache] | None = None  # of the last pass, where rotary frequencies grow
-        self._as_given: ModelView | None = None  # for images: what `generate` would run
         self.captured: CapturedSteps | None = None
         self._mode: Capture | None = None  # of captured steps, if the model takes them
         self._may_fuse = fused
@@ -405,21 +404,16 @@ class ModelRunner:
             start += count
 
     def read_images(self, prompt: Sequence[int], images: PromptImages, cache: StaticKVCache) -> None:
-        """Cache a prompt up to the end of its images, by one pass of the model with attention and masks of its own.
+        """Cache a prompt up to the end of its images, by one pass of the model as it was given: with its own attention.
 
         Args:
             prompt: token ids.
             images: the prompt's images.
             cache: empty.
         """
-        with self._lock:
-            if self._as_given is None:
-                self._as_given = ModelView(self.original, tree_forward)
-            self._as_given.follow()
-            model = self._as_given.model
         cache.flush()
         cache.begin(None)
-        model(**images.first_pass(model, prompt, cache))
+        self.original(**images.first_pass(self.original, prompt, cache))
         cache.commit(range(images.end))
 
     def padded(self, num_tokens: int) -> int:
@@ -604,9 +598,8 @@ class ModelRunner:
         rotary = positions
         if any(tree.rotary_offset for tree in trees):
             rotary = np.add(positions, np.repeat([tree.rotary_offset for tree in trees], sizes))
-        ids_1T, positions_1T, rotary_1T = to_device(np.array([tokens, positions, rotary], np.int64), self.device).split(
-            1
-        )
+        numbers_3T = to_device(np.array([tokens, positions, rotary], np.int64), self.device)
+        ids_1T, positions_1T, rotary_1T = numbers_3T.split(1)
         views = []
         for tree, own_positions in zip(trees, positions_1T[0].split(sizes), strict=True):
             cache = tree.cache

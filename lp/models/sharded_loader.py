@@ -21,7 +21,7 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.utils import cached_file
 
 from lp.errors import UserError
-from lp.models.auto_class import auto_class_of
+from lp.models.auto_class import auto_class
 from lp.models.tensor_parallel import Part, Plan, divided
 from lp.parallel.replica import Replica
 
@@ -67,7 +67,7 @@ def load_divided(
         dtype = getattr(config, "dtype", None) or weights.dtype
     assert isinstance(dtype, torch.dtype)
     with _BUILDING, torch.device("meta"):
-        model: PreTrainedModel = auto_class_of(config).from_config(config, dtype=dtype, **kwargs)
+        model: PreTrainedModel = auto_class(config).from_config(config, dtype=dtype, **kwargs)
     weights.rename(model)
     tied = _tie(model, weights)
     _compute_buffers(model, device)

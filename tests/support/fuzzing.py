@@ -25,6 +25,7 @@ from lp.parallel.context import ParallelContext
 from tests.support.captured import captured_runner
 from tests.support.corpora import corpus_of
 from tests.support.drawn_cases import PEERS, PROCESSORS, Case
+from tests.support.image_models import IMAGE, image_model, image_prompt
 from tests.support.pools import drawn_step_times
 from tests.support.processors import Noise, SumCriterion
 from tests.support.simulated_cuda import run_on_gpus, simulated_cuda, why_not
@@ -73,7 +74,10 @@ def _model(case: Case) -> PreTrainedModel:
     """The case's model; its logits are rounded to float32, as `generate` does before processors, or ties would part."""
     dtype = getattr(torch, case.bitwise or "float64")
     sizes: dict[str, Any] = {"sharpness": case.sharpness, "recency": case.recency, **case.overrides}
-    model = tiny_model(case.arch, case.model_seed, dtype, **sizes)
+    if case.images:
+        model = image_model(case.arch, case.model_seed)
+    else:
+        model = tiny_model(case.arch, case.model_seed, dtype, **sizes)
 
     def rounded(module: Any, args: Any, output: Any) -> Any:
         output.logits = output.logits.float()
@@ -85,6 +89,23 @@ def _model(case: Case) -> PreTrainedModel:
 
 def _vocabulary(case: Case) -> int:
     return int(case.overrides.get("vocab_size", VOCABULARY))
+
+
+def _images(case: Case) -> dict[str, Any]:
+    """What a processor gives besides the tokens of the case's prompt; empty without images."""
+    if not case.images:
+        return {}
+    whole = image_prompt(case.arch, case.model_seed, case.images)
+    types = {name: (torch.tensor([case.ids]) == IMAGE).long() for name in whole if name.endswith("token_type_ids")}
+    return {name: value for name, value in whole.items() if name not in ("input_ids", "attention_mask")} | types
+
+
+def _holds_images(case: Case) -> bool:
+    """Whether the prompt has a place for all that the images are; not where one was made shorter."""
+    if not case.images:
+        return True
+    whole = image_prompt(case.arch, case.model_seed, case.images)["input_ids"]
+    return case.ids.count(IMAGE) == int((whole == IMAGE).sum()) and case.ids[-1] != IMAGE
 
 
 def _sampling(case: Case) -> lp.SamplingParams | None:
@@ -111,7 +132,8 @@ def _plain(model: PreTrainedModel, case: Case) -> list[int]:
         assert sampling.seed is not None
         processors += [*sampling.processors(), Noise(sampling.seed, case.sequence)]
     room = min(case.new, (context_limit(model) or 1 << 30) - len(case.ids))
-    return plain_greedy(model, case.ids, room, logits_processor=tf.LogitsProcessorList(processors), **_asked(case))
+    asked = _asked(case) | _images(case)
+    return plain_greedy(model, case.ids, room, logits_processor=tf.LogitsProcessorList(processors), **asked)
 
 
 def _call(case: Case, device: str, prediction: Sequence[int] = ()) -> dict[str, Any]:
@@ -122,6 +144,7 @@ def _call(case: Case, device: str, prediction: Sequence[int] = ()) -> dict[str, 
         "output_logits": case.logits,
         "sequence": case.sequence,
         "prediction": prediction,
+        **_images(case),
     }
     return call | ({"grammar": ToyGrammar(case.grammar, _vocabulary(case))} if case.grammar else {})
 
@@ -250,6 +273,8 @@ def _compare(case: Case) -> str | None:
 
 
 def _compared(case: Case, folder: str) -> str | None:
+    if not _holds_images(case):
+        return None
     model = _model(case)
     turns = _turns(case, model)
     for turn in turns:
