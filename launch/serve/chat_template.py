@@ -88,9 +88,10 @@ def _image_prompt(
     """
     try:
         images.check()
-        found = decoded_images([image.url for image in body.images])
         messages = [_for_template(message) for message in body.messages]
-        return images.prompt(messages, found, literal, tools=_tools(body), **given)
+        with images.one_at_a_time:
+            found = decoded_images([image.url for image in body.images])
+            return images.prompt(messages, found, literal, tools=_tools(body), **given)
     except lp.UserError as error:
         raise ApiError(400, str(error), body.PROMPT) from None
     except REFUSALS as error:

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MOST_IMAGES = 16  # of a request
-MOST_BYTES = 20 << 20  # of an image that is fetched
+MOST_BYTES = 20 << 20  # of a request's images that are fetched
 FETCH_S = 10.0  # for one, redirects included
+AT_ONCE = 8  # requests whose images are fetched
 MOST_REDIRECTS = 3
 REDIRECTS = (301, 302, 303, 307, 308)
 SCHEMES = {"http": 80, "https": 443}  # and their ports
@@ -72,6 +73,7 @@ class ImageUrls:
 
     def __init__(self, allowed: bool = False) -> None:
         self._allowed = allowed
+        self._turns = asyncio.Semaphore(AT_ONCE)
 
     async def fetch(self, images: Sequence[ImageUrl], field: str) -> None:
         """Put data URLs in the place of addresses.
@@ -83,26 +85,32 @@ class ImageUrls:
         Raises:
             ApiError: 400: the server fetches none, or one can't be had.
         """
-        for place, image in enumerate(images[:MOST_IMAGES], 1):
-            name, url = f"image {place}", image.url
-            if url[:SHOWN].partition(":")[0].lower() not in SCHEMES:
-                continue
-            if not self._allowed:
-                message = f"{name} is {url[:SHOWN]!r}, and this server fetches none; send a data URL"
-                raise ApiError(400, f"{message}, or start it with allow_image_urls=true", field)
-            try:
-                data = await fetched(url, name)
-            except UserError as error:
-                raise ApiError(400, str(error), field) from None
-            image.url = f"data:image/any;base64,{base64.b64encode(data).decode()}"
+        named = [(f"image {place}", image) for place, image in enumerate(images[:MOST_IMAGES], 1)]
+        named = [(name, image) for name, image in named if image.url[:SHOWN].partition(":")[0].lower() in SCHEMES]
+        if not named:
+            return
+        if not self._allowed:
+            name, image = named[0]
+            message = f"{name} is {image.url[:SHOWN]!r}, and this server fetches none; send a data URL"
+            raise ApiError(400, f"{message}, or start it with allow_image_urls=true", field)
+        room = MOST_BYTES
+        async with self._turns:
+            for name, image in named:
+                try:
+                    data = await fetched(image.url, name, room)
+                except UserError as error:
+                    raise ApiError(400, str(error), field) from None
+                room -= len(data)
+                image.url = f"data:image/any;base64,{base64.b64encode(data).decode()}"
 
 
-async def fetched(url: str, name: str) -> bytes:
+async def fetched(url: str, name: str, room: int = MOST_BYTES) -> bytes:
     """What is at an address, which may redirect.
 
     Args:
         url: an http or https URL.
         name: what messages call the image.
+        room: bytes that it may have.
 
     Raises:
         ValueError: an address that is not public, no answer in time, another status than 200, or too many bytes.
@@ -113,7 +121,7 @@ async def fetched(url: str, name: str) -> bytes:
     try:
         async with asyncio.timeout(FETCH_S), httpx.AsyncClient(trust_env=False, timeout=FETCH_S) as client:
             for _ in range(1 + MOST_REDIRECTS):
-                status, location, data = await _answer(client, url)
+                status, location, data = await _answer(client, url, room)
                 if status == 200:
                     return data
                 if status not in REDIRECTS or not location:
@@ -127,7 +135,7 @@ async def fetched(url: str, name: str) -> bytes:
     raise UserError(f"{shown} can't be fetched: {reason}; send a data URL")
 
 
-async def _answer(client: httpx.AsyncClient, url: str) -> tuple[int, str | None, bytes]:
+async def _answer(client: httpx.AsyncClient, url: str, room: int) -> tuple[int, str | None, bytes]:
     """Status, redirect and body of one GET."""
     import httpx
 
@@ -143,8 +151,8 @@ async def _answer(client: httpx.AsyncClient, url: str) -> tuple[int, str | None,
         if response.status_code == 200:
             async for chunk in response.aiter_raw():
                 data += chunk
-                if len(data) > MOST_BYTES:
-                    raise UserError(f"it has more than {MOST_BYTES} bytes")
+                if len(data) > room:
+                    raise UserError(f"it has more than {room} bytes, of {MOST_BYTES} for all images of a request")
         return response.status_code, response.headers.get("location"), data
 
 

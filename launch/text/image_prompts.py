@@ -6,6 +6,7 @@ import copy
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from transformers import AutoProcessor, BatchEncoding, PreTrainedModel, PreTrain
 
 from lp.commands import install_command
 from lp.errors import UserError
-from lp.models.loader import checkpoint_of
+from lp.models.loader import checkpoint_of, hub_answers
 from lp.models.prompt_images import EXACT
 
 from .chat_tokens import HiddenTokens, LiteralCopy
@@ -47,19 +48,20 @@ class ImagePrompts:
         dtype: the model's dtype, which pixels get.
         processor: the model's processor; None: there is none.
         why_not: without a processor, a line that says so, and what helps.
+        one_at_a_time: held by threads that decode images for a prompt, and make it: many large ones fill the memory.
     """
 
     tokenizer: PreTrainedTokenizerBase
     dtype: torch.dtype = torch.float32
     processor: Any = None
     why_not: str = "this model takes text alone; leave the image out"
-    _one_at_a_time: threading.Lock = field(default_factory=threading.Lock)  # large images together fill the memory
+    one_at_a_time: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
     def of(
         cls, name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, trust_remote_code: bool = False
     ) -> ImagePrompts:
-        """Those of a checkpoint, whose processor is loaded where it has one.
+        """Prompts for a checkpoint, whose processor is loaded where it has one.
 
         Args:
             name: the checkpoint, as the user gave it.
@@ -69,8 +71,12 @@ class ImagePrompts:
         """
         if model.config.model_type not in EXACT:
             return cls(tokenizer=tokenizer)
+        place = checkpoint_of(name).place
+        offline = not Path(place).is_dir() and not hub_answers()
         try:
-            processor = AutoProcessor.from_pretrained(checkpoint_of(name).place, trust_remote_code=trust_remote_code)
+            processor = AutoProcessor.from_pretrained(
+                place, trust_remote_code=trust_remote_code, local_files_only=offline
+            )
         except Exception as error:  # nothing of ours runs in there
             line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
             line = line.partition(". ")[0].rstrip(".")
@@ -109,7 +115,7 @@ class ImagePrompts:
 
         Args:
             messages: messages of a chat, in which a part {"type": "image"} stands for the next image.
-            images: in their order.
+            images: images of the messages, in their order.
             literal: the tokenizer's copy, where several threads encode.
             given: more arguments of `apply_chat_template`.
 
@@ -133,8 +139,7 @@ class ImagePrompts:
             processor = copy.copy(processor)
             processor.tokenizer = _Hiding(self.tokenizer, hidden)
         try:
-            with self._one_at_a_time:
-                made = processor(text=[text], images=[*images], add_special_tokens=not begins, return_tensors="pt")
+            made = processor(text=[text], images=[*images], add_special_tokens=not begins, return_tensors="pt")
         except UserError:
             raise
         except Exception as error:  # nothing of ours runs in there

@@ -73,5 +73,5 @@ def picture(seed: int, width: int = 12, height: int = 10, kind: str = "PNG") -> 
 
 
 def data_url(data: bytes, kind: str = "png") -> str:
-    """The same as a data URL."""
+    """A file's content as a data URL."""
     return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"

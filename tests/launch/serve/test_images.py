@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import signal
 import socket
 import threading
@@ -279,6 +280,21 @@ def test_bad_images_disturb_no_other_text(server: Running, client: Any, http_cli
     assert http_client.get("/health").status_code == 200
 
 
+def test_drawn_images(http_client: Any, cases: Any) -> None:
+    """Bytes that pillow fails at in a way of its own ended the request with a traceback."""
+    statuses = set()
+    for seed in cases(30, 400):
+        rng = random.Random(seed)
+        data = bytearray(picture(seed, kind=rng.choice(["PNG", "JPEG", "WEBP", "GIF"])))
+        for _ in range(rng.choice([0, 1, 4])):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        data = data[: rng.choice([len(data), rng.randrange(len(data))])]
+        response = http_client.post(CHAT, json={"messages": user(bytes(data), "a"), "max_tokens": 1})
+        assert response.status_code in (200, 400), (seed, response.text)
+        statuses.add(response.status_code)
+    assert statuses == {200, 400}
+
+
 def test_bad_images_of_responses(http_client: Any) -> None:
     """Errors named a field that the client did not send."""
     image = {"type": "input_image", "image_url": data_url(b"a")}
@@ -350,19 +366,18 @@ def test_images_are_fetched_where_that_is_allowed(site: str, monkeypatch: pytest
     """Redirects, statuses, sizes and times of a server that anybody can name."""
 
     def fetched(path: str) -> bytes:
-        return asyncio.run(image_urls.fetched(f"{site}{path}", "image 1"))
+        return asyncio.run(image_urls.fetched(f"{site}{path}", "image 1", 4000))
 
     assert fetched("/a.png") == picture(31)
     assert fetched(f"/to={site}/a.png") == picture(31) == fetched("/to=/a.png")
     port = site.rpartition(":")[2]
-    monkeypatch.setattr(image_urls, "MOST_BYTES", 4000)
     monkeypatch.setattr(image_urls, "FETCH_S", 1.0)
     for path, message in [
         (f"/to=http://127.0.0.1:{port}/a.png", "'127.0.0.1' is at 127.0.0.1, which is no public address"),
         ("/to=file:///etc/passwd", "'file:///etc/passwd' is no http or https address"),
         ("/to=/to=/to=/to=/a.png", "there are more than 3 redirects"),
         ("/none", "the answer has status 404"),
-        ("/large", "it has more than 4000 bytes"),
+        ("/large", "it has more than 4000 bytes, of 20971520 for all images"),
         ("/slow", "it took more than 1 s"),
     ]:
         with pytest.raises(ValueError, match="image 1, 'http:") as raised:
