@@ -88,7 +88,7 @@ def load(
     dtype = str(dtype).removeprefix("torch.")
     if dtype != "auto" and dtype not in DTYPES:
         raise UserError(f"dtype is {dtype!r}; it must be one of {[*DTYPES, 'auto']}")
-    offline = not Path(source.place).is_dir() and not _hub_answers()
+    offline = not Path(source.place).is_dir() and not hub_answers()
     config = _config(source, trust_remote_code, offline)
     if not (attn_implementation or trust_remote_code):
         _check_attention(source.shown, config)
@@ -131,7 +131,7 @@ def load_tokenizer(name_or_path: str | Path, trust_remote_code: bool = False) ->
         ValueError: as `load`, of config and tokenizer.
     """
     source = checkpoint_of(name_or_path)
-    offline = not Path(source.place).is_dir() and not _hub_answers()
+    offline = not Path(source.place).is_dir() and not hub_answers()
     config = _config(source, trust_remote_code, offline)
     return _tokenizer(source, trust_remote_code, offline), int(config.get_text_config().vocab_size)
 
@@ -284,7 +284,7 @@ def _check_attention(source: str, config: Any) -> None:
             _check_attention(source, inner)
 
 
-def _hub_answers() -> bool:
+def hub_answers() -> bool:
     """Whether the hub can be reached at all: its client would try five times, half a minute, for each file."""
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         return False
