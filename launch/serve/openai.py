@@ -66,7 +66,11 @@ async def begun(make: Callable[[Served, Asked], Made], served: Served, request: 
     Raises:
         ApiError: 400, 404.
     """
-    served.check_model(body.model)
+    served = served.chosen(body.model)
+    if served.adapter and body.images:
+        raise ApiError(
+            400, f"model {served.adapter!r} is an adapter, which takes text alone; leave the image out", "model"
+        )
     await served.check_grammar(body.grammar_given, body.grammar_field)
     await served.image_urls.fetch(body.images, body.PROMPT)
     return await asyncio.to_thread(make, served.asked_by(request.scope), body)  # a long text takes seconds to encode

@@ -33,11 +33,12 @@ from ..data.prompts import read_text
 from ..running.once import rank
 from ..running.session import check_common, open_model, say_how_it_runs
 from ..text.image_prompts import ImagePrompts
+from .adapters import check_adapters, load_adapters
 from .engine_loop import EngineLoop
 from .fim import FimFormat, FimPrompts, fim_format, given_format
 from .grammars import Grammars
 from .image_urls import ImageUrls
-from .names import served_names
+from .names import ModelNames, served_names
 from .reasoning import reasoning_block, reasoning_names
 from .unfinished import UnfinishedRequests, only_server, unfinished_folder
 
@@ -67,7 +68,7 @@ def check_answering(config: AnsweringConfig) -> None:
     check_common(config)
     if config.decoder.name == ORACLE:
         raise UserError(f"decoder={ORACLE} computes one text at a time; take decoder={PLAIN} instead")
-    served_names(config.served_name)
+    check_adapters(dict(config.adapters), ModelNames.of(config.model.name, served_names(config.served_name)).known)
     reasoning_names(config.reasoning)
     check_int("max_sequences", config.max_sequences, 1, MOST_SEQUENCES, "try 8")
     check_int("max_body_bytes", config.max_body_bytes, 1, float("inf"), "try 4194304")
@@ -170,6 +171,7 @@ class Opened:
             fim=FimPrompts(tokenizer, fim) if fim else None,
             reasoning=reasoning_block(tokenizer, config.reasoning),
             images=self.images,
+            adapters=tuple(config.adapters),
             image_urls=ImageUrls(allow_image_urls),
         )
 
@@ -186,6 +188,7 @@ def open_engine(config: AnsweringConfig, settings: Settings, owners: Sequence[st
     """
     context, loaded = open_model(config)
     say_how_it_runs(context, loaded)
+    load_adapters(loaded.model, dict(config.adapters))
     images = None
     if context.is_main:
         images = ImagePrompts.of(config.model.name, loaded.model, loaded.tokenizer, config.model.trust_remote_code)
