@@ -11,6 +11,7 @@ import threading
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,14 @@ def test_texts_name_no_image(server: Running, http_client: Any) -> None:
     messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "<image>"}]}]
     made = images.prompt(messages, [decoded(picture(1), "it")])
     assert made.tokens.count(IMAGE) == 4 and server.decode(made.tokens) == "u:<image>;a:"
+
+
+def test_pixels_have_the_models_dtype(server: Running) -> None:
+    """A vision tower in bfloat16 was given float32, which not all of them cast."""
+    messages = [{"role": "user", "content": [{"type": "image"}]}]
+    for dtype in (torch.float64, torch.bfloat16):
+        prompts = replace(server.served.images, dtype=dtype)
+        assert prompts.prompt(messages, [decoded(picture(1), "it")]).inputs["pixel_values"].dtype == dtype
 
 
 def test_responses_take_images(server: Running, client: Any, folder: Path) -> None:
