@@ -169,6 +169,8 @@ def cached(http: Any, messages: list[dict[str, Any]], key: str = "key") -> int:
 def test_an_image_is_reused_by_its_content(http_client: Any) -> None:
     """A second question about an image computed it again; or one about another image got the first one's."""
     image, other = picture(11), picture(12)
+    # With the first image transformers puts hooks on the vision tower, a change of the model that ends all prefixes.
+    cached(http_client, user("first ", picture(10)))
     assert cached(http_client, user("see ", image, "one")) == 0
     assert cached(http_client, user("see ", image, "two")) >= len("u:see ") + 4
     assert cached(http_client, user("see ", other, "two")) == 0
