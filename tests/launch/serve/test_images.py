@@ -24,7 +24,7 @@ import lp
 from tests.conftest import Processes
 from tests.launch.serve.test_serve_ranks import started
 from tests.support.image_folders import END, data_url, picture, save_image_model
-from tests.support.image_models import IMAGE, image_model
+from tests.support.image_models import IMAGE, generated, image_model
 from tests.support.serving import Running, serving
 
 for package in ("fastapi", "uvicorn", "prometheus_client", "httpx", "openai", "PIL"):
@@ -118,6 +118,25 @@ def test_a_chat_has_the_processors_prompt(
     else:
         assert answer.choices[0].message.content == text
         assert answer.usage.prompt_tokens == len("u:look at which is this;a:") + 2 * 4
+
+
+@pytest.mark.parametrize("name", ["llava", "gemma3", "idefics3"])
+def test_processors_with_pillow_alone(name: str, tmp_path: Path) -> None:
+    """Prompt and fields are those of the processor's own apply_chat_template, and tokens those of generate."""
+    folder = save_image_model(tmp_path, name)
+    model, tokenizer = lp.load(folder, dtype="float64")
+    images = ImagePrompts.of(str(folder), model, tokenizer)
+    contents = picture(1), picture(2, 20, 14)
+    asked = user("see ", contents[0], "and ", contents[1], "now")
+    made = images.processor.apply_chat_template(
+        asked, tokenize=True, return_dict=True, add_generation_prompt=True, return_tensors="pt"
+    ).to(dtype=torch.float64)
+    parts = [{"type": "image"} if part["type"] == "image_url" else part for part in asked[0]["content"]]
+    found = images.prompt([{"role": "user", "content": parts}], [decoded(data, "it") for data in contents])
+    assert found.tokens == made["input_ids"][0].tolist() and found.tokens.count(IMAGE) == 8
+    assert all(torch.equal(value, made[field]) for field, value in found.inputs.items())
+    tokens = lp.LookaheadDecoder(model).generate(found.tokens, 16, eos_token_id=[], **found.inputs).tokens
+    assert tokens == generated(model, made, 16)
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF"])
