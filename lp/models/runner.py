@@ -24,6 +24,7 @@ from lp.attention.masks import StepMasks, named_kinds
 from lp.attention.registry import AUTO, backends_to_try, set_attention
 from lp.config import Capture, Exact
 from lp.errors import UserError
+from lp.models.adapters import AdapterRows
 from lp.models.captured_step import BUCKETS, CapturedStep
 from lp.models.captured_steps import CapturedSteps, capture_mode
 from lp.models.forest_cache import ForestCache, Stretch
@@ -138,7 +139,8 @@ class ModelRunner:
         same_bits: bool = False,
     ) -> None:
         check_supported(model.config)
-        self._view = ModelView(model, tree_forward)
+        self._adapters = AdapterRows()
+        self._view = ModelView(model, lambda module: tree_forward(module) or self._adapters.forward_of(module))
         self.original = model
         self.model = self._view.model
         self.config = self.model.config.get_text_config()
@@ -486,7 +488,7 @@ class ModelRunner:
 
     def staged(self, tree: TreePass) -> CapturedStep | None:
         """The captured step of this pass, ready to be run; None where there is none."""
-        if not self.captures(tree.cache):
+        if not self.captures(tree.cache) or tree.adapter is not None:
             return None
         assert self.captured
         if not self.captured.fits(len(tree.tokens)):
@@ -614,14 +616,15 @@ class ModelRunner:
         slices_masks = len(trees) > 1 and bool(getattr(self.config, "num_kv_shared_layers", None))
         keeps_all = indices == [*range(starts[-1])] and not slices_masks
         logits_to_keep = len(indices) if keeps_all else to_device(indices, self.device)
-        output = self.network(
-            input_ids=ids_1T,
-            position_ids=rotary_1T,
-            attention_mask=self.masks.build(views[0] if len(views) == 1 else ForestView(views)),
-            use_cache=True,
-            logits_to_keep=logits_to_keep,
-            **{self._cache_keyword: self._cache_of(trees, starts)},
-        )
+        with self._adapters.of(trees, self.device):
+            output = self.network(
+                input_ids=ids_1T,
+                position_ids=rotary_1T,
+                attention_mask=self.masks.build(views[0] if len(views) == 1 else ForestView(views)),
+                use_cache=True,
+                logits_to_keep=logits_to_keep,
+                **{self._cache_keyword: self._cache_of(trees, starts)},
+            )
         logits: torch.Tensor = output.logits[0]
         return logits
 

@@ -22,6 +22,7 @@ from lp.attention.flash import SHORT
 from lp.models.recurrent_layers import MODEL_TYPES
 from lp.models.support import check_supported
 from lp.models.tensor_parallel import STYLES
+from tests.support.adapted import linear_layers
 from tests.support.image_models import IMAGE_MODELS, image_prompt
 from tests.support.image_models import VOCABULARY as IMAGE_VOCABULARY
 from tests.support.pools import drawn_switches
@@ -79,6 +80,7 @@ class Case:
         history: seed of the texts that a history has from the start; those that end join it; 0 for no history.
         images: number of images in the prompt, which `image_prompt` draws with `model_seed`; then `arch` is one of
             IMAGE_MODELS. 0 for none.
+        adapters: seed of LoRA adapters, of which the text chooses one, and others in its company any; 0 for none.
     """
 
     arch: str = "llama"
@@ -114,6 +116,7 @@ class Case:
     corpora: int = 0
     history: int = 0
     images: int = 0
+    adapters: int = 0
 
     @classmethod
     def drawn(
@@ -208,7 +211,11 @@ class Case:
         own = random.Random(f"images-{seed}")
         if not {*_NEVER_WITH_IMAGES} & {*wanted} and ("images" in wanted or (archs is None and own.random() < 0.06)):
             drawn = _with_images(drawn, own)
-        return _bitwise(drawn)
+        drawn = _bitwise(drawn)
+        own = random.Random(f"adapters-{seed}")
+        if ("adapters" in wanted or own.random() < 0.08) and takes_adapters(drawn):
+            drawn = replace(drawn, adapters=own.randrange(1, 1000))
+        return drawn
 
     def json(self) -> str:
         """The case as JSON, which `scripts/fuzz.py --case` runs again; fields that have their default are left out."""
@@ -235,6 +242,12 @@ def _fitting(case: Case, rng: random.Random) -> Case:
         kept = [name for name in case.processors if name not in FORBIDDING]
         case = replace(case, processors=kept, eos=ends)
     return case
+
+
+def takes_adapters(case: Case) -> bool:
+    """Whether texts of a case may choose LoRA adapters."""
+    never = case.images or case.bitwise or case.gpu or case.server >= 0 or case.tp > 1 or kind(case.arch) == "shifting"
+    return not never and bool(linear_layers(tiny_model(case.arch, **case.overrides)))
 
 
 def _with_images(case: Case, rng: random.Random) -> Case:
@@ -402,6 +415,7 @@ FEATURES: dict[str, Callable[[Case], bool]] = {
     "corpora": lambda case: bool(case.corpora),
     "history": lambda case: bool(case.history),
     "images": lambda case: bool(case.images),
+    "adapters": lambda case: bool(case.adapters),
 }
 _NEVER_WITH_IMAGES = {"long", "turns", "gpu", "server", "bitwise", "tp", *KINDS}
 # Which never go together, and why: nothing else may be missing from a run that is long enough.
@@ -415,6 +429,7 @@ NEVER = [
     ({"another method"}, {"adaptive", "session pool", "broadcast", "corpora", "history"}),
     ({*KINDS}, {*KINDS}),
     ({"images"}, _NEVER_WITH_IMAGES),
+    ({"adapters"}, {"images", "bitwise", "gpu", "server", "tp", "shifting"}),
 ]
 
 

@@ -22,6 +22,7 @@ from lp.draft.pool.model_ngrams import write_file
 from lp.models.loader import context_limit
 from lp.models.tensor_parallel import divide
 from lp.parallel.context import ParallelContext
+from tests.support.adapted import NAMES, add_adapters
 from tests.support.captured import captured_runner
 from tests.support.corpora import corpus_of
 from tests.support.drawn_cases import PEERS, PROCESSORS, Case
@@ -34,6 +35,7 @@ from tests.support.thread_ranks import run_lockstep
 from tests.support.tiny_models import VOCABULARY, drawn_text, letters, logits_differ, plain_greedy, tiny_model
 from tests.support.toy_grammar import ToyGrammar, ToyMask
 
+CHOSEN = NAMES[1]  # the adapter of a case's text
 Outputs = list[tuple[lp.GenerationOutput, list[int]]]  # of every call, and what it streamed
 
 
@@ -78,6 +80,8 @@ def _model(case: Case) -> PreTrainedModel:
         model = image_model(case.arch, case.model_seed)
     else:
         model = tiny_model(case.arch, case.model_seed, dtype, **sizes)
+    if case.adapters:
+        add_adapters(model, case.adapters)
 
     def rounded(module: Any, args: Any, output: Any) -> Any:
         output.logits = output.logits.float()
@@ -125,6 +129,9 @@ def _asked(case: Case) -> dict[str, Any]:
 def _plain(model: PreTrainedModel, case: Case) -> list[int]:
     """The tokens of transformers' own `generate`, by a copy of the model that has seen no other text."""
     model = copy.deepcopy(model)
+    if case.adapters:
+        model.enable_adapters()
+        model.set_adapter(CHOSEN)
     processors = [PROCESSORS[name](case, "cpu") for name in case.processors]
     if case.grammar:
         processors.append(ToyMask(ToyGrammar(case.grammar, _vocabulary(case)), len(case.ids)))
@@ -145,6 +152,7 @@ def _call(case: Case, device: str, prediction: Sequence[int] = ()) -> dict[str, 
         "sequence": case.sequence,
         "prediction": prediction,
         **_images(case),
+        "adapter": CHOSEN if case.adapters else None,
     }
     return call | ({"grammar": ToyGrammar(case.grammar, _vocabulary(case))} if case.grammar else {})
 
@@ -162,9 +170,12 @@ def _turns(case: Case, model: PreTrainedModel) -> list[Turn]:
     turns: list[Turn] = []
     rng = random.Random(f"turns-{case.step_times}")
     own = copy.deepcopy(model)
+    if case.adapters:
+        own.enable_adapters()
+        own.set_adapter(CHOSEN)
     decoder = lp.PlainDecoder(own, exact="bitwise") if case.bitwise else lp.AutoregressiveDecoder(own)
     while len(turns) < case.turns:
-        oracle = decoder.generate(case.ids, case.new, _sampling(case), **_call(case, "cpu"))
+        oracle = decoder.generate(case.ids, case.new, _sampling(case), **_call(case, "cpu") | {"adapter": None})
         plain = oracle.tokens if case.bitwise else _plain(model, case)
         turns.append(Turn(case, plain, oracle))
         ids = [*case.ids, *plain, *drawn_text(rng, rng.randint(1, 9), _vocabulary(case))]
@@ -374,7 +385,8 @@ def _in_company(turn: Turn, engine: lp.Engine, call: dict[str, Any]) -> lp.Gener
             ids = [*begin, *drawn_text(rng, rng.randint(1, 30), _vocabulary(case))]
             ids = ids[: (context_limit(decoder.model) or len(ids) + 1) - 1]
             seeded = lp.SamplingParams(temperature=0.7, seed=rng.randrange(9)) if rng.random() < 0.4 else None
-            others.append(engine.submit(ids, rng.randint(1, 30), seeded, eos_token_id=()))
+            adapter = rng.choice([None, *NAMES]) if case.adapters else None
+            others.append(engine.submit(ids, rng.randint(1, 30), seeded, eos_token_id=(), adapter=adapter))
         if step == own:
             handle = engine.submit(case.ids, case.new, _sampling(case), **call)
         if others and rng.random() < 0.05:
