@@ -354,6 +354,24 @@ def test_what_a_stop_string_cut_off_is_not_remembered(tmp_path: Path) -> None:
     assert kept_in(path) == [[*ids, *output.tokens]] and len(output.tokens) <= 7
 
 
+def test_what_its_caller_has_cut_off_is_not_remembered(tmp_path: Path) -> None:
+    """A server finds stop strings behind a step, of which the client gets the tokens before them alone."""
+    path, ids = tmp_path / "history", drawn_text(random.Random(1), 9)
+    decoder = lp.LookaheadDecoder(tiny_model(), config_of(path))
+    outputs = []
+    with lp.Engine(decoder, cache_tokens=512) as engine:
+        for wanted in range(8, 12):
+            handle = engine.submit(ids, 48)
+            while len(handle.tokens) < 12:
+                engine.step()
+            engine.cancel(handle, wanted)
+            outputs.append((handle.result().tokens, wanted))
+            assert handle.result().finish_reason == "cancelled"
+    del decoder, engine
+    assert [len(tokens) for tokens, _ in outputs] == [wanted for _, wanted in outputs]
+    assert kept_in(path) == [[*ids, *tokens] for tokens, _ in outputs]
+
+
 def test_a_disk_that_is_full_costs_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A text of minutes must not be lost for the sake of the next one's speed; its part must not hide later ones."""
     model, path, ids = tiny_model(), tmp_path / "history", drawn_text(random.Random(4), 20)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,10 @@ import lp
 from launch.serve.named_keys import read_keys
 from launch.serve.spec import TextSpec
 from launch.serve.unfinished import UnfinishedRequests
+from lp.draft.pool.corpus import MAX_MATCH
+from lp.draft.pool.history_file import HistoryFile
 from lp.errors import UserError
+from lp.models.loader import vocabulary_size
 from tests.launch.serve.test_infill import infilling_model
 from tests.support.serving import STEP_TIMES, serving
 
@@ -69,6 +73,30 @@ def test_what_is_kept_is_the_key_s_own(path: str, tmp_path: Path) -> None:
     assert names == {"history", "history.ann", "history.bob"}
     sizes = {name: (tmp_path / name).stat().st_size for name in names}
     assert sizes["history"] == sizes["history.bob"] < sizes["history.ann"]
+
+
+def test_what_is_kept_ends_where_the_answer_does(tmp_path: Path) -> None:
+    """A step may bring tokens behind a stop string: its client has not got them, and they are no text of the client's."""
+    model, tokenizer = lp.load("demo")
+    path = tmp_path / "history"
+    build = partial(lp.LookaheadDecoder, model, lp.LookaheadConfig(history=str(path)), step_times=STEP_TIMES)
+    expected = lp.PlainDecoder(model).generate(tokenizer(PROMPT)["input_ids"], 60).tokens
+    text = tokenizer.decode(expected)
+    stops = [text[place : place + 3] for place in range(10, 40, 5)]
+    with serving(model, tokenizer, named_keys=KEYS, decoder=build) as running:
+        http = running.http()
+        asked = ASKED["/v1/completions"] | {"max_tokens": 60}
+        counts = []
+        for stop in stops:
+            answer = http.post("/v1/completions", json=asked | {"stop": stop}, headers=header("a-key")).json()
+            assert answer["choices"][0]["text"] == text[: text.index(stop)]
+            counts.append(answer["usage"]["completion_tokens"])
+    copy = shutil.copyfile(f"{path}.ann", tmp_path / "copy")  # the server's decoder has the file itself
+    file = HistoryFile(str(copy), vocabulary_size(model), 1 << 20)
+    kept = [each.tolist() for each in file.texts()]
+    file.close()
+    prompt = tokenizer(PROMPT)["input_ids"][-MAX_MATCH:]
+    assert kept == [[*prompt, *expected[:count]] for count in counts]
 
 
 def _reused(answer: dict[str, Any]) -> int:
