@@ -29,6 +29,7 @@ from lp.file_locks import lock
 from lp.parallel.context import ParallelContext
 from lp.parallel.thread_ranks import run_lockstep
 from tests.draft.test_corpus import looked_up, searched
+from tests.support.open_files import most_open_files
 from tests.support.switches import lookahead_config
 from tests.support.tiny_models import VOCABULARY, drawn_text, plain_greedy, tiny_model
 
@@ -549,6 +550,35 @@ def test_a_text_of_nobody_leaves_nothing(tmp_path: Path) -> None:
     assert first.reused == 0 and last.reused == len(ids) - 1 and last.steps < first.steps
     del decoder, engine
     assert len(kept_in(tmp_path / "history")) == 2
+
+
+@pytest.mark.parametrize(
+    ("history", "pool", "owner", "message"),
+    [("kept.ann", "kept", "ann", "kept.ann' is history"), ("kept", "a/../kept.ann", "ann", "kept.ann' is pool_file")],
+)
+def test_a_file_of_an_owner_is_nothing_else(
+    history: str, pool: str, owner: str, message: str, tmp_path: Path
+) -> None:
+    """The pool's file, written whole, would take the place of a history, whose texts then go nowhere."""
+    (tmp_path / "a").mkdir()
+    decoder = lp.LookaheadDecoder(
+        tiny_model(), config_of(tmp_path / history, pool_scope="session", pool_file=str(tmp_path / pool))
+    )
+    for other in ("", "bob", "ann_"):
+        decoder.open_for(other)
+    with pytest.raises(UserError, match=f"{message} and the file of the owner 'ann', too"):
+        decoder.open_for(owner)
+    with pytest.raises(UserError, match="history and pool_file are both"):
+        config_of(tmp_path / "kept", pool_scope="session", pool_file=str(tmp_path / "a" / ".." / "kept"))
+
+
+def test_more_owners_than_files_may_be_open(tmp_path: Path) -> None:
+    """Each owner's file stays open; the message must name this limit, not the folder."""
+    decoder = lp.LookaheadDecoder(tiny_model(), config_of(tmp_path / "history"))
+    decoder.open_for("")
+    with most_open_files(len(os.listdir("/proc/self/fd")) + 8), pytest.raises(UserError, match=r"\(ulimit -n\)"):
+        for number in range(40):
+            decoder.open_for(f"owner{number}")
 
 
 @pytest.mark.parametrize("owner", ["a/b", "ä", "x" * 65, "a b", ".."])

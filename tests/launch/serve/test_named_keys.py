@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 import lp
+from launch.config.schema import ServeConfig
 from launch.serve.named_keys import read_keys
+from launch.serve.opening import check_open_files
 from launch.serve.spec import TextSpec
 from launch.serve.unfinished import UnfinishedRequests
 from lp.draft.pool.corpus import MAX_MATCH
@@ -19,6 +21,7 @@ from lp.draft.pool.history_file import HistoryFile
 from lp.errors import UserError
 from lp.models.loader import vocabulary_size
 from tests.launch.serve.test_infill import infilling_model
+from tests.support.open_files import most_open_files
 from tests.support.serving import STEP_TIMES, serving
 
 for package in ("fastapi", "uvicorn", "prometheus_client", "httpx"):
@@ -146,3 +149,14 @@ def test_a_file_that_is_none_is_refused(text: str, message: str, tmp_path: Path)
     assert "s3cret" not in str(raised.value)
     with pytest.raises(UserError, match=r"can't be read .*; give a file of lines NAME KEY"):
         read_keys(str(tmp_path / "none"))
+
+
+def test_more_owners_than_files_may_be_open() -> None:
+    """Refused before a model is loaded: at the limit no client could connect."""
+    config = ServeConfig()
+    with most_open_files(300):
+        check_open_files(config, 45)
+        config.pool.history = "history"
+        check_open_files(config, 44)
+        with pytest.raises(UserError, match=r"each of 45 owners, and this process may open 300.*\(ulimit -n 301\)"):
+            check_open_files(config, 45)
