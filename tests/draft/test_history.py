@@ -556,9 +556,7 @@ def test_a_text_of_nobody_leaves_nothing(tmp_path: Path) -> None:
     ("history", "pool", "owner", "message"),
     [("kept.ann", "kept", "ann", "kept.ann' is history"), ("kept", "a/../kept.ann", "ann", "kept.ann' is pool_file")],
 )
-def test_a_file_of_an_owner_is_nothing_else(
-    history: str, pool: str, owner: str, message: str, tmp_path: Path
-) -> None:
+def test_a_file_of_an_owner_is_nothing_else(history: str, pool: str, owner: str, message: str, tmp_path: Path) -> None:
     """The pool's file, written whole, would take the place of a history, whose texts then go nowhere."""
     (tmp_path / "a").mkdir()
     decoder = lp.LookaheadDecoder(

@@ -16,13 +16,13 @@ import pytest
 
 pytest.importorskip("httpx", reason="the package httpx is not installed")
 
-from lp.errors import UserError  # noqa: E402
-from scripts.studies.router_sessions import RouterSessions  # noqa: E402
-from scripts.studies.session_routing import FOLLOW_UPS  # noqa: E402
+from lp.errors import UserError
+from scripts.studies.router_sessions import RouterSessions
+from scripts.studies.session_routing import FOLLOW_UPS
 
 TOKENS = 6  # of every answer, in half as many steps
 # A router as `smg launch` is: it takes its options, says which servers it has, and sends requests to them in turn.
-ROUTER = '''#!{python}
+ROUTER = """#!{python}
 import itertools, json, sys, urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 args = sys.argv[1:]
@@ -50,7 +50,7 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
-'''
+"""
 
 
 class Server(ThreadingHTTPServer):

@@ -149,7 +149,9 @@ class PoolFactory(SourceFactory):
         for name in ("history", "pool_file"):
             other = getattr(self.config, name)
             if owner and other is not None and os.path.realpath(other) == os.path.realpath(file):
-                raise UserError(f"{file!r} is {name} and the file of the owner {owner!r}, too; give {name} another file")
+                raise UserError(
+                    f"{file!r} is {name} and the file of the owner {owner!r}, too; give {name} another file"
+                )
         return file
 
     def _session_tables(self, vocabulary_size: int, owner: str) -> Tables:

@@ -79,7 +79,7 @@ def test_what_is_kept_is_the_key_s_own(path: str, tmp_path: Path) -> None:
 
 
 def test_what_is_kept_ends_where_the_answer_does(tmp_path: Path) -> None:
-    """A step may bring tokens behind a stop string: its client has not got them, and they are no text of the client's."""
+    """A step may bring tokens behind a stop string, which the client has not got: they are no text of the client's."""
     model, tokenizer = lp.load("demo")
     path = tmp_path / "history"
     build = partial(lp.LookaheadDecoder, model, lp.LookaheadConfig(history=str(path)), step_times=STEP_TIMES)
