@@ -16,6 +16,7 @@ from fastapi.responses import Response
 from lp.sampling.logprob_sampler import Logprob
 
 from ..text.detokenizer import Detokenizer, TokenWalk
+from .acceptance import acceptance
 from .api_errors import ApiError
 from .bodies import ChatBody, CompletionBody, OpenAI, Sampled, plain_text
 from .chat_template import answer, chat_prompt, tool_format, uses_tools
@@ -117,8 +118,7 @@ class _Answer:
 
     def response(self, choices: list[dict[str, Any]], endings: Sequence[Ending]) -> dict[str, Any]:
         """The whole answer in one response."""
-        figures = usage(self.prompts, endings, self.predicted)
-        return {**self.head, "object": self.kind, "choices": choices, "usage": figures, **self._seed()}
+        return {**self.head, "object": self.kind, "choices": choices, **self._figures(endings)}
 
     def chunk(self, choice: dict[str, Any], step_tokens: int = 0) -> dict[str, Any]:
         """A part of the answer as an event of a stream.
@@ -135,8 +135,13 @@ class _Answer:
         """The event with the usage, where it is asked for."""
         if not self._with_usage:
             return []
-        chunk = self.chunk({})
-        return [{**chunk, "choices": [], "usage": usage(self.prompts, endings, self.predicted), **self._seed()}]
+        return [{**self.chunk({}), "choices": [], **self._figures(endings)}]
+
+    def _figures(self, endings: Sequence[Ending]) -> dict[str, Any]:
+        """Fields of the whole answer: what it came to, and the seed; as of vLLM, draft tokens of a single text alone."""
+        drafts = acceptance(endings[0].steps) if len(endings) == 1 else None
+        figures = usage(self.prompts, endings, self.predicted)
+        return {"usage": figures, "metrics": {"speculative_decoding": drafts}, **self._seed()}
 
     @property
     def _with_usage(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import resource
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from .served import Served  # whose packages are of an extra
 
 WARM_UP_TOKENS = 8
+SPARE_FILES = 256  # of those that a process may open: for clients, sockets among ranks, the model
 
 
 def check_packages(app: str, packages: Sequence[str]) -> None:
@@ -186,6 +188,7 @@ def open_engine(config: AnsweringConfig, settings: Settings, owners: Sequence[st
     Raises:
         ValueError: a user error, with its remedy.
     """
+    check_open_files(config, len(owners))
     context, loaded = open_model(config)
     say_how_it_runs(context, loaded)
     load_adapters(loaded.model, dict(config.adapters))
@@ -216,6 +219,23 @@ def open_engine(config: AnsweringConfig, settings: Settings, owners: Sequence[st
         journal_model=resumed_model(loaded, context, decoder.checkpoint().says) if config.journal else None,
         images=images,
     )
+
+
+def check_open_files(config: AnsweringConfig, owners: int) -> None:
+    """Refuse more owners than there can be open files: each owner's history stays open, and locked.
+
+    Raises:
+        ValueError: how many there are, and how many there may be.
+    """
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if config.pool.history is None or most == resource.RLIM_INFINITY:
+        return
+    if owners + SPARE_FILES > most:
+        raise UserError(
+            f"pool.history keeps a file open for each of {owners} owners, and this process may open {most}, of which "
+            f"{SPARE_FILES} are for clients; raise the limit (ulimit -n {owners + SPARE_FILES}), name fewer keys in "
+            "api_keys, or set pool.history=null"
+        )
 
 
 def warm_up(engine: lp.Engine) -> None:
