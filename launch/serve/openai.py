@@ -138,7 +138,7 @@ class _Answer:
         return [{**self.chunk({}), "choices": [], **self._figures(endings)}]
 
     def _figures(self, endings: Sequence[Ending]) -> dict[str, Any]:
-        """Fields of the whole answer: what it came to, and the seed; as of vLLM, draft tokens of a single text alone."""
+        """Fields of the whole answer: its figures, and the seed; as of vLLM, draft tokens of a single text alone."""
         drafts = acceptance(endings[0].steps) if len(endings) == 1 else None
         figures = usage(self.prompts, endings, self.predicted)
         return {"usage": figures, "metrics": {"speculative_decoding": drafts}, **self._seed()}
