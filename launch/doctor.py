@@ -41,6 +41,7 @@ NEEDED = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "numba"
 # What is refused without these packages, by the extra that brings them.
 EXTRAS = {
     "serve": (("fastapi", "uvicorn", "prometheus_client", "httpx"), f"{app_command('serve')}, {app_command('batch')}"),
+    "images": (("PIL",), "images of prompts"),
     "grammar": (("llguidance",), "json_schema=, and grammars of a server's clients"),
     "quantized": (("torchao",), "models whose weights torchao quantised"),
     "datasets": (("datasets",), "tasks that come from the hub"),

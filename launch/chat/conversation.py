@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import signal
 import sys
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import lp
 from lp.engine.decoder import Decoder
@@ -21,17 +24,23 @@ from ..bench.totals import Total
 from ..config.builders import decoder_builders
 from ..config.sampling import describe_sampling
 from ..config.schema import ChatConfig
+from ..data.images import MOST_PIXELS, decoded
 from ..running.errors import explain
 from ..running.once import on_rank_0
-from ..running.session import check_common, grammar_of, open_model, say_how_it_runs, schema_text
+from ..running.session import check_common, grammar_of, on_main, open_model, say_how_it_runs, schema_text
+from ..text.image_prompts import ImagePrompts
 from ..text.stream import Pen, show, shows_colours
-from .history import History
+from .history import History, Turn
 from .keyboard import Keyboard
 from .settings import Settings
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 COMMAND = re.compile(r"/\w")
 HELP = '''\
 /set temperature=0.8 top_p=0.95   sample; /set temperature=0 is greedy again; /set alone shows all settings
+/image FILE                       add an image to the next message
 /reset                            forget the conversation
 /stats                            tokens, steps and speed of all answers
 /help                             this list
@@ -71,6 +80,7 @@ class Chat:
         pen: writes.
         grammar: grammar that every answer follows; None for none.
         totals: totals of all answers.
+        images: images of the next message.
         ended: nothing more is read.
     """
 
@@ -84,6 +94,7 @@ class Chat:
     pen: Pen
     grammar: Grammar | None = None
     totals: Total = NOTHING
+    images: list[Image] = field(default_factory=list)
     ended: bool = False
 
     def run(self) -> None:
@@ -111,23 +122,27 @@ class Chat:
             return
         try:
             if COMMAND.match(line) and "\n" not in line:
-                self._command(*line.split())
+                self._command(line)
             elif line.strip() or self.history.goes_on:
                 self._answer(line)
         except UserError as error:
             if self.context.is_main:
                 print(f"error: {explain(error)}", file=sys.stderr, flush=True)
 
-    def _command(self, name: str, *words: str) -> None:
+    def _command(self, line: str) -> None:
+        name, rest, *_ = [*line.split(maxsplit=1), ""]
         if name == "/set":
-            self.settings = self.settings.changed(list(words))
+            self.settings = self.settings.changed(rest.split())
             self._say(str(self.settings))
         elif name == "/reset":
             self.history.turns.clear()
+            self.images.clear()
             self._say("the conversation is forgotten")
         elif name == "/stats":
             used = len(self.history.ids(""))
             self._say(f"answers: {self.totals.prompts}, {figures(self.totals)}; {self._of_context(used)} of history")
+        elif name == "/image":
+            self._add_image(rest.strip())
         elif name == "/help":
             self._say(HELP.rstrip())
         elif name in ("/exit", "/quit"):
@@ -138,8 +153,20 @@ class Chat:
     def _of_context(self, tokens: int) -> str:
         return f"{tokens} tokens" if self.history.context is None else f"{tokens} of {self.history.context} tokens"
 
+    def _add_image(self, path: str) -> None:
+        """Read an image on rank 0, for all."""
+        (self.history.images or ImagePrompts(tokenizer=self.loaded.tokenizer)).check()
+        content = on_main(self.context, lambda: base64.b64encode(read_image(path)).decode())
+        data = base64.b64decode(self.context.share_text(content, "reading an image") or "")
+        room = MOST_PIXELS - sum(image.width * image.height for image in self.images)
+        self.images.append(decoded(data, path, room))
+        width, height = self.images[-1].size
+        self._say(f"{path} ({width} x {height}) goes with your next message")
+
     def _answer(self, line: str) -> None:
-        ids, dropped = self.history.fit(line, self.settings.max_new_tokens)
+        turn = Turn(line, images=self.images)
+        self.images = []
+        (ids, inputs), dropped = self.history.fit(turn, self.settings.max_new_tokens)
         if dropped:
             turns = "the oldest turn was" if dropped == 1 else f"the {dropped} oldest turns were"
             self._say(f"{turns} dropped: the model's context is {self.history.context} tokens")
@@ -153,13 +180,14 @@ class Chat:
             stop_strings=self.config.stop_strings,
             tokenizer=tokenizer,
             grammar=self.grammar,
+            **inputs,
         )
         try:
             text, output, interruption = show(lambda on_tokens: generate(on_tokens=on_tokens), tokenizer, ids, self.pen)
         except UserError as error:
-            self._agree(line, None, error)
+            self._agree(turn, None, error)
             raise
-        self._agree(line, text if output.tokens else None)
+        self._agree(turn, text if output.tokens else None)
         self.totals = self.totals.plus(output)
         ending = ENDINGS.get(output.finish_reason)
         took = figures(NOTHING.plus(output))
@@ -167,14 +195,14 @@ class Chat:
         if interruption and interruption.signal == signal.SIGTERM:
             signal.raise_signal(signal.SIGTERM)  # which `run` holds
 
-    def _agree(self, line: str, answer: str | None, error: UserError | None = None) -> None:
+    def _agree(self, turn: Turn, answer: str | None, error: UserError | None = None) -> None:
         """Take rank 0's answer: Ctrl-C stops plain decoding, which has no exchange, on each rank by itself, and a rank
         that failed alone, of which the others know nothing, goes on beside them.
         """
         ending = json.dumps({"answer": answer, "failed": error is not None})
         of_rank_0 = json.loads(self.context.share_text(ending) or "")
         if of_rank_0["answer"] is not None:
-            self.history.turns.append((line, of_rank_0["answer"]))
+            self.history.turns.append(turn._replace(answer=of_rank_0["answer"]))
         if error and not of_rank_0["failed"]:
             print(f"[rank {self.context.rank}] error: {explain(error)}", file=sys.stderr, flush=True)
 
@@ -189,6 +217,20 @@ class Chat:
         self.pen.aside(text + "\n")
 
 
+def read_image(path: str) -> bytes:
+    """The content of a file.
+
+    Raises:
+        ValueError: it can't be read.
+    """
+    if not path:
+        raise UserError("/image has no file; write /image FILE, as in /image photo.jpg")
+    try:
+        return Path(path).expanduser().read_bytes()
+    except OSError as error:
+        raise UserError(f"{path} can't be read ({error.strerror}); give /image a file with an image") from None
+
+
 def chat(config: ChatConfig) -> None:
     """Talk to a model until the input ends.
 
@@ -200,7 +242,8 @@ def chat(config: ChatConfig) -> None:
     schema = schema_text(config.json_schema)
     context, loaded = open_model(config)
     say_how_it_runs(context, loaded)
-    history = History(loaded.tokenizer, context_limit(loaded.model), config.system)
+    images = ImagePrompts.of(config.model.name, *loaded, config.model.trust_remote_code)
+    history = History(loaded.tokenizer, context_limit(loaded.model), config.system, images=images)
     decoder = builders[config.decoder.name](loaded.model, context)
     decoder.follows = config.generation_config
     settings = settings.behind(decoder.checkpoint())

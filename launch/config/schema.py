@@ -492,6 +492,7 @@ class ServeConfig(AnsweringConfig):
         metrics_key: whether /metrics needs the key too: scrapers rarely have one.
         models_key: whether the list of models needs the key: false lets a router's probes read it.
         max_waiting: texts that may wait; further ones are refused with 429.
+        allow_image_urls: fetch images that a chat names by http or https; addresses of private networks never.
     """
 
     host: str = "127.0.0.1"
@@ -500,6 +501,7 @@ class ServeConfig(AnsweringConfig):
     metrics_key: bool = False
     models_key: bool = True
     max_waiting: int = 64
+    allow_image_urls: bool = False
 
 
 @dataclass
@@ -587,7 +589,8 @@ def mirror(config: type, name: str, values: Mapping[str, Any] | None = None, wit
 UNDRAFTED: dict[str, type] = {"plain": PlainSchema, "autoregressive": AutoregressiveSchema}
 SAMPLINGS: dict[str, type] = {"greedy": GreedySchema, "sample": mirror(SamplingParams, "sample", without=["seed"])}
 
-PYTHON_ALONE = ("ablation", "warmup_steps", "max_spec_offset")  # fields of draft sources' configs that have no key
+# Fields of draft sources' configs that have no key.
+PYTHON_ALONE = ("ablation", "warmup_steps", "max_spec_offset", "max_tree_depth")
 
 
 @dataclass(frozen=True)

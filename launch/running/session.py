@@ -25,6 +25,7 @@ from lp.engine.output import GenerationOutput
 from lp.engine.request import OnTokens
 from lp.errors import UserError
 from lp.models.loader import Loaded, context_limit, load, vocabulary_size
+from lp.models.prompt_images import EXACT
 from lp.optional import is_installed
 from lp.sampling.generation_config import AUTO, NONE
 from lp.sampling.grammar import Grammar
@@ -37,6 +38,7 @@ from ..config.task import read_prompts
 from ..data.prompts import Prompt, read_text
 from ..data.shapes import SHAPES
 from ..text.chat_tokens import chat_tokens
+from ..text.image_prompts import for_template
 from .threads import settle_threads
 from .weights_bar import tensors_counted
 
@@ -89,7 +91,10 @@ class Session(Generic[C]):
         """The prompt's tokens, in the model's chat template where the task asks a question and the model has one."""
         tokenizer = self.loaded.tokenizer
         if self.config.task.chat and tokenizer.chat_template:
-            return chat_tokens(tokenizer, [{"role": "user", "content": prompt.text}])
+            messages = [{"role": "user", "content": prompt.text}]
+            if self.loaded.model.config.model_type in EXACT:
+                messages = for_template(tokenizer, messages)
+            return chat_tokens(tokenizer, messages)
         return list(tokenizer(prompt.text, verbose=False)["input_ids"])  # too long a prompt has our error, no warning
 
     def run(self, decoder: Decoder, ids: list[int], tokens: int, on_tokens: OnTokens | None = None) -> GenerationOutput:

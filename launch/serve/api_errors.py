@@ -75,6 +75,8 @@ def of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     unions = [place for place, part in enumerate(path) if part in UNIONS]
     if unions:  # behind it are the types that it could be
         field = _dotted(path[: unions[0] + 1])
+        if refused := [error["msg"] for error in errors if error["type"] == "value_error"]:  # it says more
+            kind, message = "value_error", refused[0]
     if kind == "value_error":
         message = message.removeprefix("Value error, ")
         if param is None:

@@ -254,8 +254,12 @@ class Generated(Body):
     """What all endpoints take that generate text.
 
     What others' servers and libraries have beside it is refused where it would change the text.
+
+    Attributes:
+        PROMPT: what errors call the field of the prompt.
     """
 
+    PROMPT: ClassVar[str] = "prompt"
     REFUSED = {
         **dict.fromkeys(
             ("mirostat", "mirostat_mode", "tfs_z", "top_a", "top_h", "top_n_sigma", "epsilon_cutoff", "eta_cutoff"),
@@ -314,6 +318,11 @@ class Generated(Body):
     def grammar_field(self) -> str:
         """Name of the field that asks for a form, such as JSON, for errors to name."""
         return ""
+
+    @property
+    def images(self) -> list[ImageUrl]:
+        """The images of the prompt, in their order."""
+        return []
 
     @property
     def sampling_given(self) -> dict[str, Any]:
@@ -526,23 +535,57 @@ class CompletionBody(OpenAI):
         return self
 
 
-class ContentPart(Fields):
-    """A part of a message."""
+class TextPart(Fields):
+    """A part of a text."""
 
     type: Text
     text: Text | None = None
 
     @model_validator(mode="after")
-    def _is_text(self) -> ContentPart:
+    def _is_text(self) -> TextPart:
         if self.type != "text" or self.text is None:
-            raise UserError(f"a content part is of type {self.type!r}; this model takes text alone")
+            raise UserError(f"a content part is of type {self.type[:SHOWN]!r}; give text alone")
         return self
 
 
+def _as_object(value: Any) -> Any:
+    """A lone URL is an object with it."""
+    if isinstance(value, dict) and value.get("url") is None:
+        raise UserError("image_url has no url; give it one, as in data:image/png;base64,...")
+    return {"url": value} if isinstance(value, str) else value
+
+
+class ImageUrl(Fields):
+    """Where an image is: in the URL itself, or at a server. `detail` changes nothing: the model's processor decides."""
+
+    url: Text
+    detail: Text | None = None
+
+
+OneImageUrl = Annotated[ImageUrl, BeforeValidator(_as_object, json_schema_input_type=Text | ImageUrl)]
+
+
+class ContentPart(Fields):
+    """A part of a message: a text or an image."""
+
+    type: Text
+    text: Text | None = None
+    image_url: OneImageUrl | None = None
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> ContentPart:
+        if self.type not in ("text", "image_url"):
+            raise UserError(f"a content part is of type {self.type[:SHOWN]!r}; give text or image_url")
+        if getattr(self, self.type) is None:
+            raise UserError(f"a content part of type {self.type!r} has no {self.type}; give it")
+        return self
+
+
+TextContent = Text | Annotated[list[TextPart], Field(fail_fast=True)]
 Content = Text | Annotated[list[ContentPart], Field(fail_fast=True)]
 
 
-def plain_text(content: Content | None) -> str:
+def plain_text(content: TextContent | Content | None) -> str:
     """A message's text, of all its parts."""
     if content is None or isinstance(content, str):
         return content or ""
@@ -586,7 +629,15 @@ class Message(Fields):
     def _says_something(self) -> Message:
         if self.content is None and not (self.role == "assistant" and self.tool_calls):
             raise UserError(f"a message of role {self.role!r} has no content; give a text")
+        if self.images and self.role != "user":
+            raise UserError(f"a message of role {self.role!r} has an image; give it in one of role 'user'")
         return self
+
+    @property
+    def images(self) -> list[ImageUrl]:
+        """Its images, in their order."""
+        parts = self.content if isinstance(self.content, list) else []
+        return [part.image_url for part in parts if part.type == "image_url" and part.image_url is not None]
 
 
 class Function(Fields):
@@ -609,7 +660,7 @@ class Prediction(Fields):
     """The predicted output."""
 
     type: Literal["content"]
-    content: Content
+    content: TextContent
 
 
 def _some(value: int, info: ValidationInfo) -> int:
@@ -623,13 +674,9 @@ AnswerTokens = Annotated[Int, Field(ge=-1), AfterValidator(_some)]
 
 
 class ChatBody(OpenAI):
-    """Body of a request to /v1/chat/completions.
+    """Body of a request to /v1/chat/completions."""
 
-    Attributes:
-        MESSAGES: what errors call the field of the messages.
-    """
-
-    MESSAGES: ClassVar[str] = "messages"
+    PROMPT: ClassVar[str] = "messages"
     REFUSED = {
         **OpenAI.REFUSED,
         "functions": "give tools",
@@ -661,6 +708,11 @@ class ChatBody(OpenAI):
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: Bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def images(self) -> list[ImageUrl]:
+        """The images of the messages, in their order."""
+        return [image for message in self.messages for image in message.images]
 
     @property
     def most_tokens(self) -> int | None:

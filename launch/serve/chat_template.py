@@ -14,16 +14,23 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import lp
 
 from ..text.chat_tokens import LiteralCopy, chat_tokens, text_tokens
+from ..text.image_prompts import ImagePrompt, ImagePrompts, for_template
 from .api_errors import SHOWN, ApiError
 from .bodies import ChatBody, Message, plain_text
+from .image_urls import decoded_images
 
 # How a template is applied, to what, and which one: a client's own could run for ever.
 SET_HERE = {*signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "messages"} - {"documents"}
 REFUSALS = (TemplateError, TypeError, ValueError, KeyError)  # what a template raises that can't write what it is given
 
 
-def chat_prompt(tokenizer: PreTrainedTokenizerBase, body: ChatBody, literal: LiteralCopy | None = None) -> list[int]:
-    """Token ids of the messages, up to the answer.
+def chat_prompt(
+    tokenizer: PreTrainedTokenizerBase,
+    body: ChatBody,
+    literal: LiteralCopy | None = None,
+    images: ImagePrompts | None = None,
+) -> ImagePrompt:
+    """Token ids of the messages, up to the answer, and what else the model takes of their images.
 
     A tokenizer without a chat template belongs to a model that only continues text: there the messages are the text,
     each in a new line. Special tokens in what clients sent are text.
@@ -32,9 +39,10 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase, body: ChatBody, literal: Lit
         tokenizer: the model's tokenizer.
         body: the request.
         literal: the tokenizer's, where several threads encode.
+        images: makes prompts with images; None: the model takes none.
 
     Raises:
-        ApiError: 400: the template refuses them, or its own settings.
+        ApiError: 400: the template refuses them, or its own settings; an image that can't be used.
     """
     given = body.chat_template_kwargs or {}
     for name in SET_HERE.intersection(given):
@@ -47,23 +55,52 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase, body: ChatBody, literal: Lit
             "chat_template_kwargs",
         )
     given = {name: value for name, value in given.items() if name not in SET_HERE}
+    if body.images:
+        return _image_prompt(images or ImagePrompts(tokenizer=tokenizer), body, literal, given)
     if not tokenizer.chat_template:
         text = ""
         for message in body.messages:
             text += "\n" if text and not text.endswith("\n") else ""
             text += plain_text(message.content)
         try:
-            return text_tokens(tokenizer, text, literal)
+            return ImagePrompt(text_tokens(tokenizer, text, literal), {})
         except ValueError as error:
-            raise ApiError(400, str(error), body.MESSAGES) from None
-    tools = [tool.model_dump(exclude_none=True) for tool in body.tools] if uses_tools(body) and body.tools else None
+            raise ApiError(400, str(error), body.PROMPT) from None
+    tools = _tools(body)
     messages = [_for_template(message) for message in body.messages]
+    if images and images.processor:
+        messages = for_template(tokenizer, messages)
     try:
-        return chat_tokens(tokenizer, messages, literal, tools=tools, **given)
+        return ImagePrompt(chat_tokens(tokenizer, messages, literal, tools=tools, **given), {})
     except REFUSALS as error:
         refused = _refused(tokenizer, messages, literal, tools, given)
-        what, param = (refused, refused) if refused else ("these messages", body.MESSAGES)
+        what, param = (refused, refused) if refused else ("these messages", body.PROMPT)
         raise ApiError(400, f"the model's chat template refuses {what}: {error}", param) from None
+
+
+def _image_prompt(
+    images: ImagePrompts, body: ChatBody, literal: LiteralCopy | None, given: dict[str, Any]
+) -> ImagePrompt:
+    """The prompt of messages with images.
+
+    Raises:
+        ApiError: 400.
+    """
+    try:
+        images.check()
+        messages = [_for_template(message) for message in body.messages]
+        with images.one_at_a_time:
+            found = decoded_images([image.url for image in body.images])
+            return images.prompt(messages, found, literal, tools=_tools(body), **given)
+    except lp.UserError as error:
+        raise ApiError(400, str(error), body.PROMPT) from None
+    except REFUSALS as error:
+        raise ApiError(400, f"the model's chat template refuses these messages: {error}", body.PROMPT) from None
+
+
+def _tools(body: ChatBody) -> list[dict[str, Any]] | None:
+    """What the model may call, as templates take it."""
+    return [tool.model_dump(exclude_none=True) for tool in body.tools] if uses_tools(body) and body.tools else None
 
 
 def _refused(
@@ -178,6 +215,11 @@ def _for_template(message: Message) -> dict[str, Any]:
     """A message as templates expect it: one text, calls with parsed arguments, and the role that they know."""
     role = "system" if message.role == "developer" else message.role
     data: dict[str, Any] = {"role": role, "content": plain_text(message.content)}
+    if message.images and isinstance(message.content, list):
+        data["content"] = [
+            {"type": "image"} if part.type == "image_url" else {"type": "text", "text": part.text}
+            for part in message.content
+        ]
     if message.name is not None:
         data["name"] = message.name
     if message.tool_call_id is not None:

@@ -239,7 +239,7 @@ class EngineLoop:
             self._next_id += len(texts)
             for number, text in zip(ids, texts, strict=True):
                 self._texts[number] = text
-                self._commands.append({"submit": number, "spec": text.spec.as_data()})
+                self._commands.append({"submit": number, "spec": text.spec})
             self._changed.notify()
         return ids
 
@@ -295,7 +295,8 @@ class EngineLoop:
                     commands.append({"end": True})
         if self.context.alone:
             return commands
-        shared = self.context.share_text(json.dumps(commands) if commands else "", "waiting for texts")
+        sent = json.dumps(commands, default=TextSpec.as_data) if commands else ""
+        shared = self.context.share_text(sent, "waiting for texts")
         return json.loads(shared or "[]")
 
     def _apply(self, command: dict[str, Any]) -> None:

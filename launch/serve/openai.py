@@ -24,7 +24,7 @@ from .logprobs import LegacyLogprobs, chat_logprobs, prompt_offsets
 from .reasoning import Reasoning
 from .responses import streamed, whole
 from .served import FINISH_REASON, Served, TextGroup, Wanted, usage
-from .spec import TextSpec
+from .spec import SentTensors, TextSpec
 
 Asked = TypeVar("Asked", bound=Sampled)
 Made = TypeVar("Made")
@@ -68,6 +68,7 @@ async def begun(make: Callable[[Served, Asked], Made], served: Served, request: 
     """
     served.check_model(body.model)
     await served.check_grammar(body.grammar_given, body.grammar_field)
+    await served.image_urls.fetch(body.images, body.PROMPT)
     return await asyncio.to_thread(make, served.asked_by(request.scope), body)  # a long text takes seconds to encode
 
 
@@ -301,7 +302,8 @@ class Chat(_Answer):
         if body.logprobs:
             served.check_logprobs()
         self.tools = tool_format(served.tokenizer, served.model) if uses_tools(body) else None
-        prompt = served.checked(chat_prompt(served.tokenizer, body, served.literal), body.MESSAGES)
+        made = chat_prompt(served.tokenizer, body, served.literal, served.images)
+        prompt = served.checked(made.tokens, body.PROMPT)
         self.prompts = [prompt]
         spec = spec_of(served, body, prompt, body.most_tokens)
         turn = served.tokenizer.eos_token_id if served.tokenizer.chat_template else None
@@ -315,6 +317,7 @@ class Chat(_Answer):
             logprobs=top if body.logprobs else None,
             prediction=prediction,
             reasoning=self._reasoning(prompt),
+            images=SentTensors(made.inputs) if made.inputs else None,
         )
         self.texts = self.choices_of(spec)
         self.num_thought = [0] * len(self.texts)  # tokens of each text's reasoning, in the events so far

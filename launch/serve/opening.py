@@ -32,9 +32,11 @@ from ..config.schema import AnsweringConfig
 from ..data.prompts import read_text
 from ..running.once import rank
 from ..running.session import check_common, open_model, say_how_it_runs
+from ..text.image_prompts import ImagePrompts
 from .engine_loop import EngineLoop
 from .fim import FimFormat, FimPrompts, fim_format, given_format
 from .grammars import Grammars
+from .image_urls import ImageUrls
 from .names import served_names
 from .reasoning import reasoning_block, reasoning_names
 from .unfinished import UnfinishedRequests, only_server, unfinished_folder
@@ -129,6 +131,7 @@ class Opened:
         engine: runs the texts, warmed up.
         grammars: compiles grammars of requests.
         journal_model: what the texts of a journal depend on besides their requests; None where none are kept.
+        images: makes prompts with images, which other ranks than 0 do not.
     """
 
     loaded: Loaded
@@ -136,13 +139,15 @@ class Opened:
     engine: lp.Engine
     grammars: Grammars
     journal_model: str | None
+    images: ImagePrompts | None
 
-    def served(self, config: AnsweringConfig, loop: EngineLoop) -> Served:
+    def served(self, config: AnsweringConfig, loop: EngineLoop, allow_image_urls: bool = False) -> Served:
         """What all endpoints share.
 
         Args:
             config: names of the model, limits and the journal.
             loop: runs the engine.
+            allow_image_urls: whether images are fetched from addresses that requests name.
 
         Raises:
             ValueError: the journal's folder can't be read.
@@ -164,6 +169,8 @@ class Opened:
             unfinished=unfinished_requests(config, self.journal_model),
             fim=FimPrompts(tokenizer, fim) if fim else None,
             reasoning=reasoning_block(tokenizer, config.reasoning),
+            images=self.images,
+            image_urls=ImageUrls(allow_image_urls),
         )
 
 
@@ -179,8 +186,13 @@ def open_engine(config: AnsweringConfig, settings: Settings, owners: Sequence[st
     """
     context, loaded = open_model(config)
     say_how_it_runs(context, loaded)
+    images = None
+    if context.is_main:
+        images = ImagePrompts.of(config.model.name, loaded.model, loaded.tokenizer, config.model.trust_remote_code)
     if settings.template is not None:
         loaded.tokenizer.chat_template = settings.template
+        if images and images.processor:
+            images.processor.chat_template = settings.template
     decoder = settings.builders[config.decoder.name](loaded.model, context)
     assert isinstance(decoder, StepDecoder)
     decoder.follows = config.generation_config
@@ -199,6 +211,7 @@ def open_engine(config: AnsweringConfig, settings: Settings, owners: Sequence[st
         engine=engine,
         grammars=Grammars(loaded.tokenizer, vocabulary_size(loaded.model)),
         journal_model=resumed_model(loaded, context, decoder.checkpoint().says) if config.journal else None,
+        images=images,
     )
 
 

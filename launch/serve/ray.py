@@ -145,7 +145,7 @@ class Replica:
         owners = ["", *read_keys(self._config.api_keys)]
         opened = open_engine(self._config, read_settings(self._config), owners)
         self._loop = EngineLoop(opened.engine, opened.grammars, self._config.max_waiting, self._failed.set)
-        self._served = opened.served(self._config, self._loop)
+        self._served = opened.served(self._config, self._loop, self._config.allow_image_urls)
         self._loop.start()
 
     def __serve_build_asgi_app__(self) -> Any:

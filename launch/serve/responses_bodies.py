@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
@@ -16,8 +17,10 @@ from .bodies import (
     Bool,
     ChatBody,
     Fields,
+    ImageUrl,
     Int,
     Names,
+    OneImageUrl,
     ResponseFormat,
     Sampled,
     Text,
@@ -35,18 +38,39 @@ ITEMS = {  # types of items, and what each needs
 KEPT = "the server keeps no responses: send the earlier items again"
 
 
-class InputPart(Fields):
+class InputText(Fields):
     """A part of an item's text."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="allow")
     type: Text
     text: Text | None = None
 
     @model_validator(mode="after")
-    def _is_text(self) -> InputPart:
+    def _is_whole(self) -> InputText:
         if self.type not in TEXT_PARTS or self.text is None:
-            raise UserError(f"a part is of type {self.type[:SHOWN]!r}; this model takes text alone")
+            raise UserError(f"a part is of type {self.type[:SHOWN]!r}; give text here")
         return self
+
+
+class InputPart(InputText):
+    """A part of a message: a text or an image."""
+
+    REFUSED: ClassVar[dict[str, str]] = {"file_id": f"{KEPT}, and no files: give image_url"}
+    image_url: OneImageUrl | None = None
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> InputPart:
+        if self.type not in (*TEXT_PARTS, "input_image"):
+            raise UserError(f"a part is of type {self.type[:SHOWN]!r}; give input_text or input_image")
+        own = "image_url" if self.type == "input_image" else "text"
+        if getattr(self, own) is None:
+            raise UserError(f"a part of type {self.type!r} has no {own}; give it")
+        return self
+
+    @property
+    def image(self) -> ImageUrl | None:
+        """The image, if it is one."""
+        return self.image_url if self.type == "input_image" else None
 
 
 def _parts(value: Any) -> Any:
@@ -59,10 +83,27 @@ Parts = Annotated[
     Field(fail_fast=True),
     BeforeValidator(_parts, json_schema_input_type=Text | list[InputPart]),
 ]
+TextParts = Annotated[
+    list[InputText],
+    Field(fail_fast=True),
+    BeforeValidator(_parts, json_schema_input_type=Text | list[InputText]),
+]
 
 
-def _text(parts: list[InputPart] | None) -> str:
+def _text(parts: Sequence[InputText] | None) -> str:
     return "".join(part.text or "" for part in parts or [])
+
+
+def _content(parts: list[InputPart] | None) -> str | list[dict[str, Any]]:
+    """The content of a chat's message: a text, or parts where there are images."""
+    if not any(part.image for part in parts or []):
+        return _text(parts)
+    return [
+        {"type": "text", "text": part.text}
+        if part.image is None
+        else {"type": "image_url", "image_url": dict(part.image)}
+        for part in parts or []
+    ]
 
 
 class Item(Fields):
@@ -75,11 +116,11 @@ class Item(Fields):
     type: Text = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: Parts | None = None
-    summary: Parts | None = None
+    summary: TextParts | None = None
     call_id: Text | None = None
     name: Text | None = None
     arguments: Text | None = None
-    output: Parts | None = None
+    output: TextParts | None = None
 
     @model_validator(mode="after")
     def _is_whole(self) -> Item:
@@ -90,6 +131,8 @@ class Item(Fields):
         for name in ITEMS[self.type]:
             if getattr(self, name) is None:
                 raise UserError(f"an item of type {self.type!r} has no {name}; give it")
+        if self.role != "user" and any(part.image for part in self.content or []):
+            raise UserError("an input_image is in another item than a user's message; give it in one")
         return self
 
 
@@ -181,7 +224,7 @@ def _few(value: Any) -> Any:
 class AskedChat(ChatBody):
     """A chat that a request to /v1/responses asks for; its errors name fields of that request."""
 
-    MESSAGES = "input"
+    PROMPT = "input"
 
     @property
     def grammar_field(self) -> str:
@@ -192,6 +235,7 @@ class AskedChat(ChatBody):
 class ResponsesBody(Sampled):
     """Body of a request to /v1/responses."""
 
+    PROMPT: ClassVar[str] = "input"
     REFUSED: ClassVar[dict[str, str]] = {
         **Sampled.REFUSED,
         **dict.fromkeys(("previous_response_id", "conversation", "prompt"), KEPT),
@@ -286,6 +330,11 @@ class ResponsesBody(Sampled):
             asked["parallel_tool_calls"] = self.parallel_tool_calls
         return AskedChat.model_validate(asked | {"chat_template_kwargs": self.chat_template_kwargs})
 
+    @property
+    def images(self) -> list[ImageUrl]:
+        """The images of the items, in their order."""
+        return [part.image for item in self.input for part in item.content or [] if part.image]
+
     def _messages(self) -> list[dict[str, Any]]:
         """The items as messages of a chat, where reasoning, text and calls of one answer are one message."""
         messages: list[dict[str, Any]] = []
@@ -295,7 +344,7 @@ class ResponsesBody(Sampled):
             if item.type == "function_call_output":
                 messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
             elif item.type == "message" and item.role != "assistant":
-                messages.append({"role": item.role, "content": _text(item.content)})
+                messages.append({"role": item.role, "content": _content(item.content)})
             else:
                 if not (messages and messages[-1]["role"] == "assistant" and _goes_on(messages[-1], item)):
                     messages.append({"role": "assistant"})

@@ -24,9 +24,11 @@ from lp.sampling.reasoning import ReasoningBlock
 
 from ..text.chat_tokens import LiteralCopy, text_tokens
 from ..text.detokenizer import Vocabulary
+from ..text.image_prompts import ImagePrompts
 from .api_errors import SHOWN, ApiError
 from .engine_loop import Abandoned, Busy, Closing, Ending, EngineLoop, Event, LiveText, Scoring
 from .fim import FimPrompts
+from .image_urls import ImageUrls
 from .metrics import Metrics
 from .names import ModelNames
 from .reasoning import Reasoning, ReasoningWatch
@@ -73,6 +75,8 @@ class Served:
         reasoning: tokens around the reasoning that answers of a chat begin with; None where that is no matter.
         created: time of the start.
         owner: name of the key of the client that asks, in what `asked_by` gives.
+        images: makes prompts with images; None: the model takes text alone.
+        image_urls: fetches images that clients name by their addresses.
     """
 
     name: str
@@ -89,6 +93,8 @@ class Served:
     created: int = field(default_factory=lambda: int(time.time()))
     served_as: Sequence[str] = ()
     owner: str = ""
+    images: ImagePrompts | None = None
+    image_urls: ImageUrls = field(default_factory=ImageUrls)
     literal: LiteralCopy = field(init=False)  # of the tokenizer
     words: Vocabulary = field(init=False)  # its tokens
     names: ModelNames = field(init=False)

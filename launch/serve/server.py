@@ -62,7 +62,7 @@ def check(config: ServeConfig) -> None:
     Raises:
         ValueError: the key, the limit and the remedy; or which packages are missing.
     """
-    check_packages("serve", PACKAGES)
+    check_packages("serve", [*PACKAGES, *(["httpx"] if config.allow_image_urls else [])])
     check_answering(config)
     read_keys(config.api_keys, config.api_key)
     check_int("port", config.port, 0, 65535, "0 takes any free one")
@@ -82,7 +82,7 @@ def listen(config: ServeConfig, bound: socket.socket, opened: Opened) -> None:
 
     failed = threading.Event()
     loop = EngineLoop(opened.engine, opened.grammars, config.max_waiting, failed.set)
-    served = opened.served(config, loop)
+    served = opened.served(config, loop, config.allow_image_urls)
     keys = config.metrics_key, config.models_key, read_keys(config.api_keys)
     app = build_app(served, config.api_key, config.max_body_bytes, config.host, *keys)
     settings = uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=KEEP_ALIVE_S)

@@ -2,18 +2,52 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any
 
+import safetensors.torch
+import torch
+from torch.nn.functional import pad
 from transformers import LogitsProcessor, SequenceBiasLogitsProcessor
 
 import lp
+from lp.models.prompt_images import TOKEN_TYPES
 from lp.sampling.grammar import Grammar
 from lp.sampling.penalties import CountPenalty, RecentRepetitionPenalty
 from lp.sampling.reasoning import BehindReasoning, ReasoningBlock
 
 from .grammars import Grammars
+
+
+@dataclass(frozen=True, eq=False)
+class SentTensors:
+    """Images of a prompt as its model's processor made them, by rank 0 alone: all ranks get the same bits.
+
+    Args:
+        tensors: what `Engine.submit` takes besides the tokens, by name.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+
+    @cached_property
+    def text(self) -> str:
+        """The tensors as text, for JSON."""
+        data = safetensors.torch.save({name: tensor.contiguous() for name, tensor in self.tensors.items()})
+        return base64.b64encode(data).decode()
+
+    @classmethod
+    def of(cls, text: str) -> SentTensors:
+        """Tensors from their text."""
+        return cls(safetensors.torch.load(base64.b64decode(text)))
+
+    def behind(self, resumed: int) -> dict[str, torch.Tensor]:
+        """The tensors for a prompt that so many tokens of text were added to, each of which has a type."""
+        return {
+            name: pad(tensor, (0, resumed)) if name in TOKEN_TYPES else tensor for name, tensor in self.tensors.items()
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +71,7 @@ class TextSpec:
         logprobs: how many of the likeliest tokens are reported beside each token; None reports none, and no log
             probability of the token either.
         owner: name of the client's key; empty where it has none.
+        images: images of the prompt; None for none.
     """
 
     prompt: list[int]
@@ -54,15 +89,18 @@ class TextSpec:
     logprobs: int | None = None
     reasoning: Sequence[int] | None = None
     owner: str = ""
+    images: SentTensors | None = None
 
     def as_data(self) -> dict[str, Any]:
         """Its fields in JSON's types; not copied, as prompts are long."""
-        return {each.name: getattr(self, each.name) for each in fields(self)}
+        data = {each.name: getattr(self, each.name) for each in fields(self)}
+        return data | {"images": self.images.text} if self.images else data
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> TextSpec:
         """A text from what `as_data` gave, back from JSON."""
-        return cls(**data)
+        images = SentTensors.of(data["images"]) if data.get("images") else None
+        return cls(**{**data, "images": images})
 
     @property
     def resumable(self) -> bool:
@@ -89,6 +127,7 @@ class TextSpec:
             "grammar": self._grammar(grammars),
             "continued": len(self.resumed),
             "owner": self.owner,
+            **(self.images.behind(len(self.resumed)) if self.images else {}),
         }
 
     def _grammar(self, grammars: Grammars) -> Grammar | None:

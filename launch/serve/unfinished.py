@@ -117,7 +117,11 @@ class UnfinishedRequests:
             return ""
         prompts = {id(spec.prompt): spec.prompt for spec in specs}  # long, and that of n choices is the same list
         digests = {place: chain_digest(0, prompt) for place, prompt in prompts.items()}
-        texts = [spec.as_data() | {"prompt": digests[id(spec.prompt)], "prediction": []} for spec in specs]
+        same: dict[str, Any] = {
+            "prediction": [],
+            "images": text_digest(specs[0].images.text) if specs[0].images else None,
+        }
+        texts = [replace(spec, images=None).as_data() | {"prompt": digests[id(spec.prompt)]} | same for spec in specs]
         return f"{text_digest(json.dumps([self._model, *texts])):016x}"
 
     def begin(self, name: str, key: str, **facts: Any) -> UnfinishedRequest:

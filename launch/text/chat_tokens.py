@@ -108,17 +108,26 @@ class HiddenTokens:
     Args:
         tokenizer: the model's tokenizer.
         literal: see `chat_tokens`.
+        others: tokens that count as special whatever the tokenizer says.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, literal: LiteralCopy | None = None) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, literal: LiteralCopy | None = None, others: Sequence[str] = ()
+    ) -> None:
         self._tokenizer = tokenizer
         self._literal = literal
         added = tokenizer.added_tokens_decoder
         self._ids = {str(token): index for index, token in added.items() if token.special}
+        self._ids |= {token: tokenizer.convert_tokens_to_ids(token) for token in others if token not in self._ids}
         longest_first = sorted(filter(None, self._ids), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self._mark = f"x{secrets.token_hex(16)}x"  # letters and digits: templates may quote or strip what is around it
         self._hidden: list[str] = []
+
+    @property
+    def any(self) -> bool:
+        """Whether some are hidden."""
+        return bool(self._hidden)
 
     def found(self, text: str) -> bool:
         """Whether there is a special token in it."""

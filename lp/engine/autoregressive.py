@@ -85,6 +85,7 @@ class AutoregressiveDecoder(Decoder):
         """The last token's logits; the first one is in place `start` of the text, at a position larger by `offset`."""
         arguments: dict[str, object] = {cache_keyword(self.model): cache}
         if "position_ids" in inspect.signature(self.model.forward).parameters:  # as `generate`
-            arguments["position_ids"] = torch.arange(start, start + inputs.shape[1], device=inputs.device)[None] + offset
+            first = start + offset
+            arguments["position_ids"] = torch.arange(first, first + inputs.shape[1], device=inputs.device)[None]
         logits: torch.Tensor = self.model(inputs, use_cache=True, logits_to_keep=1, **arguments).logits
         return logits[:, -1]

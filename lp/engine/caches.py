@@ -87,8 +87,8 @@ class TextCaches:
             running: gives texts whose caches may be copied, besides those that have ended.
         """
         source, count = None, 0
-        if self.reuses and request.owner is not None:
-            source, count = self._prefixes.longest(request.keyed(request.prompt)[:-1], running(), request.owner)
+        if self.reuses and request.kept_for is not None:
+            source, count = self._prefixes.longest(request.keyed(request.prompt)[:-1], running(), request.kept_for)
         if request.images and count < request.images.end:  # which are one pass
             source, count = None, 0
         while self.pool.free < slots and self._prefixes.drop_oldest(but=source):

@@ -287,9 +287,11 @@ class EngineCore:
     def _reusable(self) -> list[CachedText]:
         """Texts that run, whose caches prompts may begin with."""
         return [
-            CachedText(np.array(text.request.keyed(text.cached_everywhere), np.int64), text.cache, text.request.owner)
+            CachedText(
+                np.array(text.request.keyed(text.cached_everywhere), np.int64), text.cache, text.request.kept_for
+            )
             for text, handle in self.running.items()
-            if handle.reusable and text.request.owner is not None
+            if handle.reusable and text.request.kept_for is not None
         ]
 
     def _advance(self) -> dict[Generation, Stop]:
@@ -384,7 +386,7 @@ class EngineCore:
             output.reused = handle.reused
             handle.end(output)
             self.decoder.ended(output.step_stats)
-        owner = text.request.owner
+        owner = text.request.kept_for
         keeps = self._caches.reuses and handle.reusable and owner is not None
         tokens = text.request.keyed(text.cached_everywhere) if keeps else []
         with computing_on(self._device):

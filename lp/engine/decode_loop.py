@@ -150,6 +150,7 @@ class Generation:
             cache.length,
             self.failures,
             request.images,
+            request.adapter,
         )
         self._observe = source.observe_part if merges_late else source.observe
         self._merge: Callable[[], None] | None = None  # what of the last step the source has yet to learn
@@ -198,7 +199,14 @@ class Generation:
         """
         layout = part.layout
         step = layout.step_tokens, layout.step_positions, layout.step_parents
-        tree = TreePass(*step, self.cache, layout.sampled_tokens, rotary_offset=self.request.rotary_offset)
+        request = self.request
+        tree = TreePass(
+            *step,
+            self.cache,
+            layout.sampled_tokens,
+            rotary_offset=request.rotary_offset,
+            adapter=request.adapter,
+        )
         return tree.padded(self.budget.padded_size(layout.num_tokens) - layout.num_tokens) if padded else tree
 
     def own_message(

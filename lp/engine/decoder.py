@@ -31,6 +31,7 @@ from lp.engine.output import GenerationOutput
 from lp.engine.request import OnTokens, Request
 from lp.engine.stopping import Stopping
 from lp.errors import UserError
+from lp.models.adapters import check_choice
 from lp.models.loader import context_limit, vocabulary_size
 from lp.models.prompt_images import PromptImages
 from lp.models.rope import rope_boundary
@@ -101,6 +102,7 @@ class Decoder:
         seed: int | None = None,
         continued: int = 0,
         owner: str | None = "",
+        adapter: str | None = None,
         **inputs: Any,
     ) -> GenerationOutput:
         """Generate from one prompt.
@@ -134,6 +136,8 @@ class Decoder:
             owner: whose text it is, of ASCII letters, digits, "_" and "-": what is kept of texts (a session's pool, a
                 history, prefixes that an engine reuses) is used for texts of the same owner alone. None: this text
                 leaves nothing, and uses nothing that others have left.
+            adapter: name of a LoRA adapter of PEFT that the model has loaded, for this text alone; texts of an engine
+                share steps whatever theirs are. None: the adapters that are active on the model.
             inputs: what else a model's processor gives, by its names there, as `pixel_values`:
                 `generate(**processor(text=..., images=..., return_tensors="pt"))`. For one prompt; its images are
                 computed by one pass of the model itself.
@@ -166,6 +170,7 @@ class Decoder:
             "seed": seed,
             "continued": continued,
             "owner": owner,
+            "adapter": adapter,
             **inputs,
         }
         signals = DeferredSignals()
@@ -201,6 +206,7 @@ class Decoder:
         seed: int | None = None,
         continued: int = 0,
         owner: str | None = "",
+        adapter: str | None = None,
         **inputs: Any,
     ) -> Request:
         """The checked call; arguments and errors are those of `generate`.
@@ -237,6 +243,8 @@ class Decoder:
             self.model.device,
         )
         images = self._images(prompt, inputs)
+        if adapter is not None:
+            self._check_choice(adapter, images)
         processors = listed_processors(logits_processor)
         checkpoint = self.checkpoint(generation_config)
         continued = check_int("continued", continued, 0, len(prompt) - 1, "a text goes on behind a prompt")
@@ -291,6 +299,7 @@ class Decoder:
             continued=continued,
             owner=owner,
             images=images,
+            adapter=adapter,
         )
 
     def computing(self) -> AbstractContextManager[None]:
@@ -311,6 +320,11 @@ class Decoder:
     def exact(self) -> Exact:
         """The mode that its texts are made in."""
         return Exact.TOKENS
+
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether a text may choose an adapter."""
+        return False
 
     @property
     def attention(self) -> str:
@@ -347,6 +361,25 @@ class Decoder:
                 "does not do behind images: use generate as it is"
             )
         return images
+
+    def _check_choice(self, adapter: str, images: PromptImages | None) -> None:
+        """Refuse an adapter that a text cannot choose, or not here.
+
+        Raises:
+            ValueError: as of `check_choice`, or what does not go with it.
+        """
+        check_choice(self.model, adapter)
+        others = {
+            f"{type(self).__name__}, which takes no tree": not self.takes_adapters,
+            "exact=bitwise, whose rows would be grouped otherwise in every pass": self.exact is Exact.BITWISE,
+            "images, which the model as it stands computes": images is not None,
+            "rotary frequencies that change with the length": rope_boundary(self.model.config.get_text_config()),
+        }
+        for what, there in others.items():
+            if there:
+                raise UserError(
+                    f"adapter={adapter!r} does not go with {what}: leave it out, and set it active on the model"
+                )
 
     def _check_grammar(self, grammar: object, eos: Collection[int]) -> None:
         """Refuse what is no grammar, and an EOS that cannot end its text."""

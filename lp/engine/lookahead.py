@@ -173,7 +173,7 @@ class LookaheadDecoder(BatchDecoder):
     def source(self, request: Request) -> DraftSource:
         """What proposes draft tokens in one call."""
         call = Call(
-            **self._known(request.owner),
+            **self._known(request.kept_for),
             prompt=request.prompt,
             max_length=request.limit,
             noise=request.sampler.noise_key,
@@ -188,6 +188,7 @@ class LookaheadDecoder(BatchDecoder):
         asked |= {"max_new_tokens": request.max_new_tokens, **request.stopping.settings, **request.sampler.settings}
         asked |= {
             "owner": request.owner,
+            "adapter": request.adapter,
             "exact": str(self.exact),
             "context limit": request.limit,
             "step time table": self.step_times,
@@ -198,7 +199,7 @@ class LookaheadDecoder(BatchDecoder):
         digests = {name: text_digest(repr(value)) for name, value in asked.items()}
         digests["prediction"] = chain_digest(0, request.prediction)
         digests["images"] = chain_digest(0, [*request.images.digest] if request.images else [])
-        digests |= self.factory.digests(CallInfo(**self._known(request.owner)))
+        digests |= self.factory.digests(CallInfo(**self._known(request.kept_for)))
         return {"prompt": chain_digest(0, request.prompt), **digests}
 
     def open_for(self, owner: str) -> None:
@@ -233,7 +234,7 @@ class LookaheadDecoder(BatchDecoder):
         if not self.context.alone:
             check_same(self.context.ranks, f"beginning {self.call}", self._asked(request))
         else:
-            self.factory.digests(CallInfo(**self._known(request.owner)))  # refuses a file that is missing
+            self.factory.digests(CallInfo(**self._known(request.kept_for)))  # refuses a file that is missing
         if self._step_times:
             self._step_times.update()
 

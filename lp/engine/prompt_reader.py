@@ -33,6 +33,7 @@ class PromptReader:
         num_cached: the prompt's first tokens, which were cached before.
         failures: what fails on this rank alone.
         images: images of the prompt; None for none.
+        adapter: name of the LoRA adapter that the text has chosen; None for none.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class PromptReader:
         num_cached: int,
         failures: Failures,
         images: PromptImages | None = None,
+        adapter: str | None = None,
     ) -> None:
         self.prompt = prompt
         self.runner = runner
@@ -55,6 +57,7 @@ class PromptReader:
         self.num_logits = num_logits
         self.num_cached = max(num_cached, images.end) if images else num_cached
         self.images = images
+        self.adapter = adapter
         self.failures = failures
         self._packed: list[torch.Tensor] = []  # top-k logits of the chunks that are cached so far
 
@@ -89,7 +92,7 @@ class PromptReader:
         """The pass that caches so many more tokens."""
         num_logits = count if self.num_logits else 0
         tree = self.runner.prompt_pass(self.prompt, len(self.prompt) - 1, cache.length, count, cache, num_logits)
-        return tree._replace(rotary_offset=self.images.rotary_offset) if self.images else tree
+        return tree._replace(rotary_offset=self.images.rotary_offset if self.images else 0, adapter=self.adapter)
 
     def take_chunk(self, cache: StaticKVCache, count: int, logits: torch.Tensor, failure: Exception | None) -> None:
         """Take in so many tokens.

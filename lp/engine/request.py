@@ -32,6 +32,7 @@ class Request:
         owner: whose text it is: prefixes, session and history are kept apart by owner; None: the text leaves nothing,
             and uses nothing that others have left.
         images: images of the prompt; None for none.
+        adapter: name of the LoRA adapter that the text goes through; None: those that are active on the model.
     """
 
     prompt: list[int]
@@ -49,6 +50,12 @@ class Request:
     continued: int = 0
     owner: str | None = ""
     images: PromptImages | None = None
+    adapter: str | None = None
+
+    @property
+    def kept_for(self) -> str | None:
+        """Name that what is kept of the text goes by: that of the owner, and the adapter's; None: nothing is kept."""
+        return self.owner if self.owner is None or self.adapter is None else f"{self.owner}.{self.adapter}"
 
     @property
     def rotary_offset(self) -> int:

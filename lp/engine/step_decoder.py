@@ -41,6 +41,11 @@ class StepDecoder(Decoder, ABC):
         return Exact.BITWISE if self.runner.widths else Exact.TOKENS
 
     @property
+    def takes_adapters(self) -> bool:
+        """Whether a text may choose an adapter."""
+        return True
+
+    @property
     def step_times(self) -> StepTimes | None:
         """Step times by which its texts decide how many tokens a step computes; None where they do not decide it."""
         return None

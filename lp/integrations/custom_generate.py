@@ -33,7 +33,7 @@ from lp.engine.interrupts import Interrupted
 from lp.engine.lookahead import LookaheadDecoder
 from lp.engine.output import GenerationOutput
 from lp.errors import UserError
-from lp.models.prompt_images import PromptImages, inputs_of_images
+from lp.models.prompt_images import PromptImages, inputs_of_images, names_not_taken
 from lp.models.releases import CACHE_NAMES
 from lp.parallel.agreement import shared_seed
 from lp.sampling.generation_config import NONE, of_prompt, refusals
@@ -146,13 +146,13 @@ class Plan:
         _check_preparation(model)
         for name in CACHE_NAMES:
             _check_cache(name, model_kwargs.get(name))
+        if unknown := names_not_taken(model, _given_images(model_kwargs)):
+            raise UserError(f"lp.generate continues tokens and takes no {', '.join(unknown)}; use generate as it is")
         # Declared as an argument, transformers would hand attention_mask over twice.
         paddings = _paddings(input_ids, config, model_kwargs)
         given = check_processors(logits_processor or ())
         processors = [[of_prompt(processor, index) for processor in given] for index in range(len(input_ids))]
-        prompts = [
-            prompt_ids(model, ids[padding:]) for ids, padding in zip(input_ids, paddings, strict=True)
-        ]
+        prompts = [prompt_ids(model, ids[padding:]) for ids, padding in zip(input_ids, paddings, strict=True)]
         inputs = _images(model, prompts, paddings, model_kwargs)
         stops = _Stops.of(stopping_criteria or (), config)
         return cls(input_ids, config, processors, stops, paddings, inputs, streamer)
@@ -323,7 +323,7 @@ def _paddings(input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: d
     Raises:
         ValueError: the model is to be given something else than tokens, or to skip some.
     """
-    images = inputs_of_images({name: value for name, value in model_kwargs.items() if name not in KNOWN})
+    images = _given_images(model_kwargs)
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
     length = input_ids.shape[1]
     if mask is None:
@@ -350,6 +350,10 @@ def _paddings(input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: d
     return paddings
 
 
+def _given_images(model_kwargs: dict[str, Any]) -> dict[str, Any]:
+    return inputs_of_images({name: value for name, value in model_kwargs.items() if name not in KNOWN})
+
+
 def _images(
     model: PreTrainedModel, prompts: list[list[int]], paddings: list[int], model_kwargs: dict[str, Any]
 ) -> dict[str, Any]:
@@ -358,20 +362,16 @@ def _images(
     Raises:
         ValueError: images that lp does not take, or which of several prompts they belong to is not known.
     """
-    inputs = inputs_of_images({name: value for name, value in model_kwargs.items() if name not in KNOWN})
-    if not inputs:
+    if not (inputs := _given_images(model_kwargs)):
         return {}
-    names = ", ".join(sorted(inputs))
     if len(prompts) > 1 or paddings[0]:
         raise UserError(
-            f"lp.generate takes {names} for one prompt without padding, and there are {len(prompts)} prompts with up "
-            f"to {max(paddings)} tokens of padding; give one prompt a call, or use generate as it is"
+            f"lp.generate takes {', '.join(sorted(inputs))} for one prompt without padding, and there are "
+            f"{len(prompts)} prompts with up to {max(paddings)} tokens of padding; give one prompt a call, or use "
+            "generate as it is"
         )
     inputs["position_ids"] = model_kwargs.get("position_ids")
-    try:
-        PromptImages.of(model, prompts[0], inputs)
-    except TypeError:  # the model's forward does not take them either
-        raise UserError(f"lp.generate takes no {names}; use generate as it is") from None
+    PromptImages.of(model, prompts[0], inputs)
     return inputs
 
 

@@ -62,7 +62,7 @@ class CapturedForests:
     def forward(self, trees: Sequence[TreePass]) -> PassLogits:
         """Arguments and result as of `ModelRunner.forward_trees`; valid until the next step."""
         num_tokens = sum(len(tree.tokens) for tree in trees)
-        in_pool = all(tree.cache in self.pool for tree in trees)
+        in_pool = all(tree.cache in self.pool and tree.adapter is None for tree in trees)
         fits = self.runner.captured is not None and self.runner.captured.fits(num_tokens)
         if self.captures and in_pool and fits and len(trees) <= self.most_sequences:
             try:

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import huggingface_hub
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from lp.errors import UserError
+from lp.models.auto_class import auto_class, model_class
 from lp.models.rope import rope_boundary
 from lp.models.sharded_loader import load_divided
 from lp.models.support import check_supported
@@ -87,7 +88,7 @@ def load(
     dtype = str(dtype).removeprefix("torch.")
     if dtype != "auto" and dtype not in DTYPES:
         raise UserError(f"dtype is {dtype!r}; it must be one of {[*DTYPES, 'auto']}")
-    offline = not Path(source.place).is_dir() and not _hub_answers()
+    offline = not Path(source.place).is_dir() and not hub_answers()
     config = _config(source, trust_remote_code, offline)
     if not (attn_implementation or trust_remote_code):
         _check_attention(source.shown, config)
@@ -130,7 +131,7 @@ def load_tokenizer(name_or_path: str | Path, trust_remote_code: bool = False) ->
         ValueError: as `load`, of config and tokenizer.
     """
     source = checkpoint_of(name_or_path)
-    offline = not Path(source.place).is_dir() and not _hub_answers()
+    offline = not Path(source.place).is_dir() and not hub_answers()
     config = _config(source, trust_remote_code, offline)
     return _tokenizer(source, trust_remote_code, offline), int(config.get_text_config().vocab_size)
 
@@ -212,9 +213,9 @@ def cast_on(device: str | torch.device, model: PreTrainedModel, dtype: torch.dty
 
 def _keeps_float32(config: Any) -> bool:
     """Whether transformers leaves some weights in float32 whatever dtype is asked for."""
-    if type(config) not in AutoModelForCausalLM._model_mapping:
+    kind = model_class(config)
+    if kind is None:
         return True  # code of the checkpoint: nobody knows
-    kind = AutoModelForCausalLM._model_mapping[type(config)]
     return any(getattr(kind, f"_keep_in_fp32_modules{which}", None) for which in ("", "_strict"))
 
 
@@ -265,7 +266,7 @@ def _config(source: Checkpoint, trust_remote_code: bool, offline: bool) -> Any:
         has_code = "trust_remote_code" in str(error)
         remedy = "; model.trust_remote_code=true runs that code, if you trust it" if has_code else ""
         raise UserError(f"cannot read a model config from {shown!r}: {_first_line(error)}{remedy}") from error
-    if type(config) not in AutoModelForCausalLM._model_mapping and not trust_remote_code:
+    if model_class(config) is None and not trust_remote_code:
         raise UserError(f"{shown!r} is a {config.model_type!r} model, which is not a causal LM in transformers")
     return config
 
@@ -283,7 +284,7 @@ def _check_attention(source: str, config: Any) -> None:
             _check_attention(source, inner)
 
 
-def _hub_answers() -> bool:
+def hub_answers() -> bool:
     """Whether the hub can be reached at all: its client would try five times, half a minute, for each file."""
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         return False
@@ -298,7 +299,7 @@ def _model(source: Checkpoint, config: Any, kwargs: dict[str, Any]) -> PreTraine
     shown = source.shown
     try:
         with _without_report():
-            model, info = AutoModelForCausalLM.from_pretrained(
+            model, info = auto_class(config).from_pretrained(
                 source.place,
                 config=config,
                 use_safetensors=True,

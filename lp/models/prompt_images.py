@@ -78,9 +78,8 @@ class PromptImages:
         """
         _check_mask(given.get("attention_mask"), len(prompt))
         inputs = inputs_of_images(given)
-        taken = inspect.signature(model.forward).parameters.keys() - NOT_INPUTS
-        for name in inputs.keys() - taken:
-            raise TypeError(f"generate() got an unexpected keyword argument {name!r}")
+        if unknown := names_not_taken(model, inputs):
+            raise TypeError(f"generate() got an unexpected keyword argument {unknown[0]!r}")
         if not inputs:
             return None
         types = {name: np.ravel(_array(inputs[name])) for name in TOKEN_TYPES if name in inputs}
@@ -121,11 +120,13 @@ class PromptImages:
     def digest(self) -> bytes:
         """16 bytes that differ where the content does."""
         hasher = hashlib.blake2b(digest_size=16)
-        for part in _parts(self.inputs):
-            if isinstance(part, torch.Tensor):
+        own = {name: value for name, value in self.inputs.items() if name not in TOKEN_TYPES}  # as long as the prompt
+        for part in _parts(own):
+            if isinstance(part, bytes):
+                hasher.update(part)
+            else:
                 hasher.update(f"{part.dtype} {part.shape}".encode())
-                part = part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-            hasher.update(part)
+                hasher.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
         return hasher.digest()
 
     def keyed(self, tokens: Sequence[int]) -> list[int]:
@@ -145,7 +146,7 @@ class PromptImages:
         """Arguments of the model for the pass over the prompt up to `end`.
 
         Args:
-            model: as `generate` runs it.
+            model: model that `generate` runs.
             prompt: L token ids.
             cache: empty.
         """
@@ -172,6 +173,11 @@ def inputs_of_images(given: Mapping[str, Any]) -> dict[str, Any]:
     inputs = {name: value for name, value in named.items() if not (isinstance(value, Mapping) and not value)}
     is_text = all(name in TOKEN_TYPES and not _array(value).any() for name, value in inputs.items())
     return {} if is_text else inputs
+
+
+def names_not_taken(model: PreTrainedModel, inputs: Mapping[str, Any]) -> list[str]:
+    """Names of inputs that the model's `forward` does not take, or that are no images; in their order."""
+    return sorted(inputs.keys() - (inspect.signature(model.forward).parameters.keys() - NOT_INPUTS))
 
 
 def _check_mask(mask: Any, length: int) -> None:

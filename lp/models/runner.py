@@ -24,6 +24,7 @@ from lp.attention.masks import StepMasks, named_kinds
 from lp.attention.registry import AUTO, backends_to_try, set_attention
 from lp.config import Capture, Exact
 from lp.errors import UserError
+from lp.models.adapters import AdapterRows
 from lp.models.captured_step import BUCKETS, CapturedStep
 from lp.models.captured_steps import CapturedSteps, capture_mode
 from lp.models.forest_cache import ForestCache, Stretch
@@ -138,7 +139,8 @@ class ModelRunner:
         same_bits: bool = False,
     ) -> None:
         check_supported(model.config)
-        self._view = ModelView(model, tree_forward)
+        self._adapters = AdapterRows()
+        self._view = ModelView(model, lambda module: tree_forward(module) or self._adapters.forward_of(module))
         self.original = model
         self.model = self._view.model
         self.config = self.model.config.get_text_config()
@@ -155,7 +157,6 @@ class ModelRunner:
         self._known: dict[StatesKind, int] = {}  # as of StaticKVCache
         self._knows_all = False  # a whole pass has run
         self._last_cache: weakref.ref[StaticKVCache] | None = None  # of the last pass, where rotary frequencies grow
-        self._as_given: ModelView | None = None  # for images: what `generate` would run
         self.captured: CapturedSteps | None = None
         self._mode: Capture | None = None  # of captured steps, if the model takes them
         self._may_fuse = fused
@@ -405,21 +406,16 @@ class ModelRunner:
             start += count
 
     def read_images(self, prompt: Sequence[int], images: PromptImages, cache: StaticKVCache) -> None:
-        """Cache a prompt up to the end of its images, by one pass of the model with attention and masks of its own.
+        """Cache a prompt up to the end of its images, by one pass of the model as it was given: with its own attention.
 
         Args:
             prompt: token ids.
             images: the prompt's images.
             cache: empty.
         """
-        with self._lock:
-            if self._as_given is None:
-                self._as_given = ModelView(self.original, tree_forward)
-            self._as_given.follow()
-            model = self._as_given.model
         cache.flush()
         cache.begin(None)
-        model(**images.first_pass(model, prompt, cache))
+        self.original(**images.first_pass(self.original, prompt, cache))
         cache.commit(range(images.end))
 
     def padded(self, num_tokens: int) -> int:
@@ -492,7 +488,7 @@ class ModelRunner:
 
     def staged(self, tree: TreePass) -> CapturedStep | None:
         """The captured step of this pass, ready to be run; None where there is none."""
-        if not self.captures(tree.cache):
+        if not self.captures(tree.cache) or tree.adapter is not None:
             return None
         assert self.captured
         if not self.captured.fits(len(tree.tokens)):
@@ -604,7 +600,8 @@ class ModelRunner:
         rotary = positions
         if any(tree.rotary_offset for tree in trees):
             rotary = np.add(positions, np.repeat([tree.rotary_offset for tree in trees], sizes))
-        ids_1T, positions_1T, rotary_1T = to_device(np.array([tokens, positions, rotary], np.int64), self.device).split(1)
+        numbers_3T = to_device(np.array([tokens, positions, rotary], np.int64), self.device)
+        ids_1T, positions_1T, rotary_1T = numbers_3T.split(1)
         views = []
         for tree, own_positions in zip(trees, positions_1T[0].split(sizes), strict=True):
             cache = tree.cache
@@ -619,14 +616,15 @@ class ModelRunner:
         slices_masks = len(trees) > 1 and bool(getattr(self.config, "num_kv_shared_layers", None))
         keeps_all = indices == [*range(starts[-1])] and not slices_masks
         logits_to_keep = len(indices) if keeps_all else to_device(indices, self.device)
-        output = self.network(
-            input_ids=ids_1T,
-            position_ids=rotary_1T,
-            attention_mask=self.masks.build(views[0] if len(views) == 1 else ForestView(views)),
-            use_cache=True,
-            logits_to_keep=logits_to_keep,
-            **{self._cache_keyword: self._cache_of(trees, starts)},
-        )
+        with self._adapters.of(trees, self.device):
+            output = self.network(
+                input_ids=ids_1T,
+                position_ids=rotary_1T,
+                attention_mask=self.masks.build(views[0] if len(views) == 1 else ForestView(views)),
+                use_cache=True,
+                logits_to_keep=logits_to_keep,
+                **{self._cache_keyword: self._cache_of(trees, starts)},
+            )
         logits: torch.Tensor = output.logits[0]
         return logits
 

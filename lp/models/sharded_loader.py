@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.utils import cached_file
 
 from lp.errors import UserError
+from lp.models.auto_class import auto_class
 from lp.models.tensor_parallel import Part, Plan, divided
 from lp.parallel.replica import Replica
 
@@ -66,7 +67,7 @@ def load_divided(
         dtype = getattr(config, "dtype", None) or weights.dtype
     assert isinstance(dtype, torch.dtype)
     with _BUILDING, torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, **kwargs)
+        model: PreTrainedModel = auto_class(config).from_config(config, dtype=dtype, **kwargs)
     weights.rename(model)
     tied = _tie(model, weights)
     _compute_buffers(model, device)

@@ -84,7 +84,16 @@ def plan_of(model: PreTrainedModel, given: Plan | None = None) -> dict[str, str]
     unknown = sorted({style for style in plan.values() if style not in STYLES})
     if unknown:
         raise UserError(f"the plan of {type(model).__name__} has {unknown[0]!r}, which is no known style; {FORMAT}")
-    return {f"{model.base_model_prefix}.{pattern}": STYLES[style] for pattern, style in plan.items()}
+    styles = {f"{_text_model(model)}.{pattern}": STYLES[style] for pattern, style in plan.items()}
+    if not any(division_of(name, styles) for name, _ in model.named_modules()):
+        raise UserError(f"the plan of {type(model).__name__} divides no module of it ({', '.join(styles)}); {FORMAT}")
+    return styles
+
+
+def _text_model(model: PreTrainedModel) -> str:
+    """Name of the module that plans are written for: the decoder of text, which has others beside it that see."""
+    decoder = model.get_decoder()
+    return next((name for name, module in model.named_modules() if module is decoder), "") or model.base_model_prefix
 
 
 def divide(model: PreTrainedModel, replica: Replica, plan: Plan | None = None) -> PreTrainedModel:

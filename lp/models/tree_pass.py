@@ -21,6 +21,7 @@ class TreePass(NamedTuple):
         logits_indices: indices of the sequence's tokens whose logits are computed; may be empty.
         chain: each token sees all before it, and all are committed.
         rotary_offset: what positions are turned by, less `positions`: not 0 behind images of some models.
+        adapter: the LoRA adapter that the sequence goes through; None: those that are active on the model.
     """
 
     tokens: Sequence[int] | np.ndarray
@@ -30,6 +31,7 @@ class TreePass(NamedTuple):
     logits_indices: Sequence[int]
     chain: bool = False
     rotary_offset: int = 0
+    adapter: str | None = None
 
     def padded(self, count: int) -> TreePass:
         """This pass with so many tokens more, which nothing sees and nothing is sampled at."""

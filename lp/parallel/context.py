@@ -30,6 +30,7 @@ from lp.parallel.replica import ProcessReplica, Replica
 
 T = TypeVar("T")
 ENDED = "done with all calls"
+WORD = 8  # bytes of a text that one int64 carries
 
 
 @dataclass(frozen=True)
@@ -211,23 +212,29 @@ class ParallelContext:
         Raises:
             CallsDiffer: another rank is in another call.
         """
-        data = None if text is None else list(text.encode("utf-8", "surrogatepass"))
-        shared = self.share_numbers(data, call, patient=True)
-        return None if shared is None else bytes(shared).decode("utf-8", "surrogatepass")
+        data = None if text is None else text.encode("utf-8", "surrogatepass")
+        words = [-1 if data is None else len(data)]
+        length = int(agreement.exchange(self.ranks, call, words, patient=True)[0])
+        if length < 0:
+            return None
+        body = torch.zeros(-(-length // WORD), dtype=torch.int64)
+        if self.is_main and data:
+            body = torch.frombuffer(bytearray(data + bytes(-length % WORD)), dtype=torch.int64)
+        shared = self.ranks.broadcast_body(body) if length else body
+        return shared.cpu().numpy().tobytes()[:length].decode("utf-8", "surrogatepass")
 
-    def share_numbers(self, numbers: Sequence[int] | None, call: str, patient: bool = False) -> list[int] | None:
+    def share_numbers(self, numbers: Sequence[int] | None, call: str) -> list[int] | None:
         """Rank 0's numbers, or None, on every rank.
 
         Args:
             numbers: rank 0's, int64; the others' are not looked at.
             call: what they are for, the same on every rank.
-            patient: wait for rank 0 however long it takes.
 
         Raises:
             CallsDiffer: another rank is in another call.
         """
         words = [-1 if numbers is None else len(numbers)]
-        length = int(agreement.exchange(self.ranks, call, words, patient)[0])
+        length = int(agreement.exchange(self.ranks, call, words)[0])
         if length < 0:
             return None
         body = torch.tensor(numbers if self.is_main else [0] * length, dtype=torch.int64)

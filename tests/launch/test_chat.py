@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 import lp
 from launch.chat.conversation import Chat
-from launch.chat.history import History
+from launch.chat.history import History, Turn
 from launch.chat.settings import Settings
 from launch.config.schema import AutoregressiveSchema, ChatConfig, GreedySchema
 from launch.text.stream import Pen
@@ -189,11 +189,11 @@ def test_the_oldest_turns_are_dropped(talk_turns: Callable[..., Ran], prompts: l
 def test_what_cannot_fit_drops_nothing(tiny_folder: Path) -> None:
     """One text too long must not wipe the conversation that it does not fit into."""
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(tiny_folder)
-    history = History(tokenizer, 64, turns=[("a", "b"), ("c", "d")])
+    history = History(tokenizer, 64, turns=[Turn("a", "b"), Turn("c", "d")])
     with pytest.raises(ValueError, match="shorten it"):
-        history.fit("x = 1\n" * 64, 8)
+        history.fit(Turn("x = 1\n" * 64), 8)
     assert len(history.turns) == 2
-    assert history.fit("y", 10**6)[1] == 0  # room for more than the context has does not empty the history
+    assert history.fit(Turn("y"), 10**6)[1] == 0  # room for more than the context has does not empty the history
 
 
 def _signal_first_answer(

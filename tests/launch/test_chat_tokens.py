@@ -134,7 +134,7 @@ def test_every_field_that_a_client_fills(tokenizer: Any) -> None:
             "chat_template_kwargs": {"mood": END},
         }
     )
-    ids = chat_prompt(tokenizer, body)
+    ids = chat_prompt(tokenizer, body).tokens
     assert turns(tokenizer, ids) == (5, 4)
     assert "p<|im_start|>" in tokenizer.decode(ids)
 

@@ -22,6 +22,9 @@ from lp.attention.flash import SHORT
 from lp.models.recurrent_layers import MODEL_TYPES
 from lp.models.support import check_supported
 from lp.models.tensor_parallel import STYLES
+from tests.support.adapted import linear_layers
+from tests.support.image_models import IMAGE_MODELS, image_prompt
+from tests.support.image_models import VOCABULARY as IMAGE_VOCABULARY
 from tests.support.pools import drawn_switches
 from tests.support.processors import Alternating
 from tests.support.tiny_models import MATRIX, drawn_text, tiny_config, tiny_model
@@ -75,6 +78,9 @@ class Case:
             bit for bit, and nothing is promised against `generate`; "" for the usual mode, in float64.
         corpora: seed of corpora that the pool looks in, which have much of the text; 0 for none.
         history: seed of the texts that a history has from the start; those that end join it; 0 for no history.
+        images: number of images in the prompt, which `image_prompt` draws with `model_seed`; then `arch` is one of
+            IMAGE_MODELS. 0 for none.
+        adapters: seed of LoRA adapters, of which the text chooses one, and others in its company any; 0 for none.
     """
 
     arch: str = "llama"
@@ -109,6 +115,8 @@ class Case:
     bitwise: str = ""
     corpora: int = 0
     history: int = 0
+    images: int = 0
+    adapters: int = 0
 
     @classmethod
     def drawn(
@@ -200,7 +208,14 @@ class Case:
         own = random.Random(f"history-{seed}")
         if method == "lookahead" and ("history" in wanted or own.random() < 0.1):
             drawn = replace(drawn, history=own.randrange(1, 1000))
-        return _bitwise(drawn)
+        own = random.Random(f"images-{seed}")
+        if not {*_NEVER_WITH_IMAGES} & {*wanted} and ("images" in wanted or (archs is None and own.random() < 0.06)):
+            drawn = _with_images(drawn, own)
+        drawn = _bitwise(drawn)
+        own = random.Random(f"adapters-{seed}")
+        if ("adapters" in wanted or own.random() < 0.08) and takes_adapters(drawn):
+            drawn = replace(drawn, adapters=own.randrange(1, 1000))
+        return drawn
 
     def json(self) -> str:
         """The case as JSON, which `scripts/fuzz.py --case` runs again; fields that have their default are left out."""
@@ -229,6 +244,24 @@ def _fitting(case: Case, rng: random.Random) -> Case:
     return case
 
 
+def takes_adapters(case: Case) -> bool:
+    """Whether texts of a case may choose LoRA adapters."""
+    never = case.images or case.bitwise or case.gpu or case.server >= 0 or case.tp > 1 or kind(case.arch) == "shifting"
+    return not never and bool(linear_layers(tiny_model(case.arch, **case.overrides)))
+
+
+def _with_images(case: Case, rng: random.Random) -> Case:
+    """The case with a prompt that has images, for a model that takes them."""
+    arch = rng.choice(IMAGE_MODELS)
+    images = rng.randint(1, 3)
+    prompt = image_prompt(arch, case.model_seed, images, words=rng.choice([1, 3, 12]))
+    return replace(
+        case, arch=arch, images=images, ids=prompt["input_ids"][0].tolist(), overrides={"vocab_size": IMAGE_VOCABULARY},
+        sharpness=3.0, recency=0.0, backend="auto", tp=1, gpu="", server=-1, bitwise="", turns=1,
+        eos=[token for token in case.eos if token < IMAGE_VOCABULARY] or ([0] if case.grammar else []),
+    )  # fmt: skip
+
+
 def _bitwise(case: Case) -> Case:
     """The case with settings that `exact="bitwise"` takes; without the mode where the architecture is refused by it."""
     if not case.bitwise or not takes_bitwise(case.arch):
@@ -251,7 +284,9 @@ KINDS = ("hybrid", "sliding", "shifting", "experts", "other architecture")  # of
 
 @cache
 def kind(arch: str) -> str | None:
-    """Which of KINDS an architecture is; None for a plain one."""
+    """Which of KINDS an architecture is; None for a plain one, and for those that take images."""
+    if arch in IMAGE_MODELS:
+        return None
     config = tiny_config(arch)
     if {config.model_type, config.get_text_config().model_type} & {*MODEL_TYPES}:
         return "hybrid"
@@ -379,7 +414,10 @@ FEATURES: dict[str, Callable[[Case], bool]] = {
     "bitwise": lambda case: bool(case.bitwise),
     "corpora": lambda case: bool(case.corpora),
     "history": lambda case: bool(case.history),
+    "images": lambda case: bool(case.images),
+    "adapters": lambda case: bool(case.adapters),
 }
+_NEVER_WITH_IMAGES = {"long", "turns", "gpu", "server", "bitwise", "tp", *KINDS}
 # Which never go together, and why: nothing else may be missing from a run that is long enough.
 NEVER = [
     ({"long"}, {"gpu", "hybrid", "shifting", "experts", "other architecture"}),  # what a long case is
@@ -390,6 +428,8 @@ NEVER = [
     ({"bitwise"}, {"hybrid", "shifting", "captured", "gpu", "tp"}),
     ({"another method"}, {"adaptive", "session pool", "broadcast", "corpora", "history"}),
     ({*KINDS}, {*KINDS}),
+    ({"images"}, _NEVER_WITH_IMAGES),
+    ({"adapters"}, {"images", "bitwise", "gpu", "server", "tp", "shifting"}),
 ]
 
 

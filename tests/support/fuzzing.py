@@ -22,9 +22,11 @@ from lp.draft.pool.model_ngrams import write_file
 from lp.models.loader import context_limit
 from lp.models.tensor_parallel import divide
 from lp.parallel.context import ParallelContext
+from tests.support.adapted import NAMES, add_adapters
 from tests.support.captured import captured_runner
 from tests.support.corpora import corpus_of
 from tests.support.drawn_cases import PEERS, PROCESSORS, Case
+from tests.support.image_models import IMAGE, image_model, image_prompt
 from tests.support.pools import drawn_step_times
 from tests.support.processors import Noise, SumCriterion
 from tests.support.simulated_cuda import run_on_gpus, simulated_cuda, why_not
@@ -33,6 +35,7 @@ from tests.support.thread_ranks import run_lockstep
 from tests.support.tiny_models import VOCABULARY, drawn_text, letters, logits_differ, plain_greedy, tiny_model
 from tests.support.toy_grammar import ToyGrammar, ToyMask
 
+CHOSEN = NAMES[1]  # the adapter of a case's text
 Outputs = list[tuple[lp.GenerationOutput, list[int]]]  # of every call, and what it streamed
 
 
@@ -73,7 +76,12 @@ def _model(case: Case) -> PreTrainedModel:
     """The case's model; its logits are rounded to float32, as `generate` does before processors, or ties would part."""
     dtype = getattr(torch, case.bitwise or "float64")
     sizes: dict[str, Any] = {"sharpness": case.sharpness, "recency": case.recency, **case.overrides}
-    model = tiny_model(case.arch, case.model_seed, dtype, **sizes)
+    if case.images:
+        model = image_model(case.arch, case.model_seed)
+    else:
+        model = tiny_model(case.arch, case.model_seed, dtype, **sizes)
+    if case.adapters:
+        add_adapters(model, case.adapters)
 
     def rounded(module: Any, args: Any, output: Any) -> Any:
         output.logits = output.logits.float()
@@ -85,6 +93,23 @@ def _model(case: Case) -> PreTrainedModel:
 
 def _vocabulary(case: Case) -> int:
     return int(case.overrides.get("vocab_size", VOCABULARY))
+
+
+def _images(case: Case) -> dict[str, Any]:
+    """What a processor gives besides the tokens of the case's prompt; empty without images."""
+    if not case.images:
+        return {}
+    whole = image_prompt(case.arch, case.model_seed, case.images)
+    types = {name: (torch.tensor([case.ids]) == IMAGE).long() for name in whole if name.endswith("token_type_ids")}
+    return {name: value for name, value in whole.items() if name not in ("input_ids", "attention_mask")} | types
+
+
+def _holds_images(case: Case) -> bool:
+    """Whether the prompt has a place for all that the images are; not where one was made shorter."""
+    if not case.images:
+        return True
+    whole = image_prompt(case.arch, case.model_seed, case.images)["input_ids"]
+    return case.ids.count(IMAGE) == int((whole == IMAGE).sum()) and case.ids[-1] != IMAGE
 
 
 def _sampling(case: Case) -> lp.SamplingParams | None:
@@ -104,6 +129,9 @@ def _asked(case: Case) -> dict[str, Any]:
 def _plain(model: PreTrainedModel, case: Case) -> list[int]:
     """The tokens of transformers' own `generate`, by a copy of the model that has seen no other text."""
     model = copy.deepcopy(model)
+    if case.adapters:
+        model.enable_adapters()
+        model.set_adapter(CHOSEN)
     processors = [PROCESSORS[name](case, "cpu") for name in case.processors]
     if case.grammar:
         processors.append(ToyMask(ToyGrammar(case.grammar, _vocabulary(case)), len(case.ids)))
@@ -111,7 +139,8 @@ def _plain(model: PreTrainedModel, case: Case) -> list[int]:
         assert sampling.seed is not None
         processors += [*sampling.processors(), Noise(sampling.seed, case.sequence)]
     room = min(case.new, (context_limit(model) or 1 << 30) - len(case.ids))
-    return plain_greedy(model, case.ids, room, logits_processor=tf.LogitsProcessorList(processors), **_asked(case))
+    asked = _asked(case) | _images(case)
+    return plain_greedy(model, case.ids, room, logits_processor=tf.LogitsProcessorList(processors), **asked)
 
 
 def _call(case: Case, device: str, prediction: Sequence[int] = ()) -> dict[str, Any]:
@@ -122,6 +151,8 @@ def _call(case: Case, device: str, prediction: Sequence[int] = ()) -> dict[str, 
         "output_logits": case.logits,
         "sequence": case.sequence,
         "prediction": prediction,
+        **_images(case),
+        "adapter": CHOSEN if case.adapters else None,
     }
     return call | ({"grammar": ToyGrammar(case.grammar, _vocabulary(case))} if case.grammar else {})
 
@@ -139,9 +170,12 @@ def _turns(case: Case, model: PreTrainedModel) -> list[Turn]:
     turns: list[Turn] = []
     rng = random.Random(f"turns-{case.step_times}")
     own = copy.deepcopy(model)
+    if case.adapters:
+        own.enable_adapters()
+        own.set_adapter(CHOSEN)
     decoder = lp.PlainDecoder(own, exact="bitwise") if case.bitwise else lp.AutoregressiveDecoder(own)
     while len(turns) < case.turns:
-        oracle = decoder.generate(case.ids, case.new, _sampling(case), **_call(case, "cpu"))
+        oracle = decoder.generate(case.ids, case.new, _sampling(case), **_call(case, "cpu") | {"adapter": None})
         plain = oracle.tokens if case.bitwise else _plain(model, case)
         turns.append(Turn(case, plain, oracle))
         ids = [*case.ids, *plain, *drawn_text(rng, rng.randint(1, 9), _vocabulary(case))]
@@ -250,6 +284,8 @@ def _compare(case: Case) -> str | None:
 
 
 def _compared(case: Case, folder: str) -> str | None:
+    if not _holds_images(case):
+        return None
     model = _model(case)
     turns = _turns(case, model)
     for turn in turns:
@@ -349,7 +385,8 @@ def _in_company(turn: Turn, engine: lp.Engine, call: dict[str, Any]) -> lp.Gener
             ids = [*begin, *drawn_text(rng, rng.randint(1, 30), _vocabulary(case))]
             ids = ids[: (context_limit(decoder.model) or len(ids) + 1) - 1]
             seeded = lp.SamplingParams(temperature=0.7, seed=rng.randrange(9)) if rng.random() < 0.4 else None
-            others.append(engine.submit(ids, rng.randint(1, 30), seeded, eos_token_id=()))
+            adapter = rng.choice([None, *NAMES]) if case.adapters else None
+            others.append(engine.submit(ids, rng.randint(1, 30), seeded, eos_token_id=(), adapter=adapter))
         if step == own:
             handle = engine.submit(case.ids, case.new, _sampling(case), **call)
         if others and rng.random() < 0.05:

@@ -168,13 +168,17 @@ def image_model(
     )
     with torch.no_grad():
         for parameter in model.parameters():
+            if not parameter.any() and parameter.ndim > 1:  # Gemma 3's projection begins with zeros
+                parameter.normal_(std=0.1)
             if parameter.ndim > 1:
                 parameter.mul_(3.0)
     model.generation_config = tf.GenerationConfig(do_sample=False)
     return model.to(dtype).eval()
 
 
-def image_prompt(name: str, seed: int = 0, images: int = 1, words: int = 12, dtype: Any = torch.float64) -> dict[str, Any]:
+def image_prompt(
+    name: str, seed: int = 0, images: int = 1, words: int = 12, behind: int = 0, dtype: Any = torch.float64
+) -> dict[str, Any]:
     """What a processor gives for a prompt with images between its words.
 
     Args:
@@ -182,30 +186,34 @@ def image_prompt(name: str, seed: int = 0, images: int = 1, words: int = 12, dty
         seed: seed that words and pixels are drawn with.
         images: how many.
         words: tokens of text before, between and behind them, each.
+        behind: tokens of text at the end, besides these.
         dtype: type of the pixels.
     """
     rng = random.Random(seed)
-    torch.manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)  # of its own: ranks that are threads draw at the same time
     grids = [(2, 4) if name in _QWEN and rng.random() < 0.5 else (2, 2) for _ in range(images)]
     if name in _QWEN:
         grids = [(2 * rows, 2 * columns) for rows, columns in grids]
     ids = _text(rng, words)
     for rows, columns in grids:
         ids += _around(name, rows, columns) + _text(rng, words)
+    ids += _text(rng, behind)
     input_ids = torch.tensor([ids])
     is_image = (input_ids == IMAGE).long()
     inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
-    pixels = torch.randn(images, COLOURS, EDGE, EDGE, dtype=dtype)
+    pixels = torch.randn(images, COLOURS, EDGE, EDGE, dtype=dtype, generator=generator)
     if name in _QWEN:
         counts = [rows * columns for rows, columns in grids]
-        inputs["pixel_values"] = torch.randn(sum(counts), COLOURS * PATCH * PATCH, dtype=dtype)
+        inputs["pixel_values"] = torch.randn(sum(counts), COLOURS * PATCH * PATCH, dtype=dtype, generator=generator)
         inputs["image_grid_thw"] = torch.tensor([[1, rows, columns] for rows, columns in grids])
         inputs["mm_token_type_ids"] = is_image
     elif name == "gemma3":
         inputs |= {"pixel_values": pixels, "token_type_ids": is_image}
     elif name == "gemma4":
         places = torch.tensor([[x, y] for y in range(4) for x in range(4)])  # four patches are a token
-        inputs["pixel_values"] = torch.rand(images, len(places), COLOURS * PATCH * PATCH, dtype=dtype)
+        inputs["pixel_values"] = torch.rand(
+            images, len(places), COLOURS * PATCH * PATCH, dtype=dtype, generator=generator
+        )
         inputs["image_position_ids"] = places[None].expand(images, -1, -1).contiguous()
         inputs["mm_token_type_ids"] = is_image
     elif name == "mistral3":

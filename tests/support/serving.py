@@ -17,6 +17,7 @@ from lp.models.loader import vocabulary_size
 
 if TYPE_CHECKING:
     from launch.serve.unfinished import UnfinishedRequests
+    from launch.text.image_prompts import ImagePrompts
 
 STEP_TIMES = StepTimes((1, 64), (1e-3, 1.63e-3), 1e-3)
 
@@ -77,6 +78,8 @@ def serving(
     decoder: Callable[[], lp.LookaheadDecoder] | None = None,
     unfinished: UnfinishedRequests | None = None,
     reasoning: Any = None,
+    images: ImagePrompts | None = None,
+    allow_image_urls: bool = False,
     **limits: Any,
 ) -> Iterator[Running]:
     """A server of this model, with fixed step times unless `decoder` makes another; it ends with the block."""
@@ -86,6 +89,7 @@ def serving(
     from launch.serve.engine_loop import EngineLoop
     from launch.serve.fim import FimPrompts, fim_format
     from launch.serve.grammars import Grammars
+    from launch.serve.image_urls import ImageUrls
     from launch.serve.metrics import Metrics
     from launch.serve.reasoning import reasoning_block
     from launch.serve.served import Limits, Served
@@ -108,6 +112,8 @@ def serving(
         unfinished=unfinished or UnfinishedRequests(None),
         fim=FimPrompts(tokenizer, fim) if fim else None,
         reasoning=reasoning_block(tokenizer, reasoning),
+        images=images,
+        image_urls=ImageUrls(allow_image_urls),
     )
     app = build_app(
         served, api_key, max_body_bytes, metrics_key=metrics_key, models_key=models_key, named_keys=named_keys

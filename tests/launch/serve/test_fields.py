@@ -325,6 +325,8 @@ OF_LLAMA: dict[str, Entry] = {
     ),
     "response_fields": Changed({"response_fields": ["content"]}, lambda before, after: [*after.data] == ["content"]),
 }
+IMAGE_FIELDS = ("image_url", "image_url.url", "image_url.detail")
+OF_IMAGES = Elsewhere("test_images.py::test_a_chat_has_the_processors_prompt")
 FIELDS: dict[str, dict[str, Entry]] = {
     COMPLETE: {
         **OF_OPENAI,
@@ -345,6 +347,7 @@ FIELDS: dict[str, dict[str, Entry]] = {
         "messages.role": Changed(of_messages(role="system"), other_prompt),
         "messages.content": Changed(of_messages(content="xyz")),
         "messages.content.type": Refused(of_messages(content=[{"type": "image_url", "text": "a"}])),
+        **dict.fromkeys((f"messages.content.{name}" for name in IMAGE_FIELDS), OF_IMAGES),
         "messages.content.text": Changed(of_messages(content=[{"type": "text", "text": "xyz"}])),
         "messages.name": Changed(of_messages(name="me"), other_prompt),
         "messages.reasoning_content": Changed(of_messages(reasoning_content="so"), other_prompt),
@@ -402,6 +405,7 @@ FIELDS: dict[str, dict[str, Entry]] = {
         "input.role": Changed(of_items(USER | {"role": "system"}), other_prompt),
         "input.content": Changed(of_items(USER | {"content": "xyz"})),
         "input.content.type": Refused(of_items({"role": "user", "content": [{"type": "input_image", "text": "a"}]})),
+        **dict.fromkeys((f"input.content.{name}" for name in IMAGE_FIELDS), OF_IMAGES),
         "input.content.text": Changed(of_items({"role": "user", "content": [{"type": "input_text", "text": "xyz"}]})),
         "input.summary": Changed(
             of_items({"type": "reasoning", "summary": [{"type": "summary_text", "text": "so"}]}),

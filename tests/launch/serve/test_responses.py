@@ -364,7 +364,12 @@ def test_nothing_is_kept(client: Any) -> None:
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "a"}]}]},
             "input",
-            "input[0].content: a part is of type 'input_image'; this model takes text alone",
+            "this model takes text alone; leave the image out",
+        ),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "a"}]}]},
+            "input",
+            "input[0].content: a part is of type 'input_file'; give input_text or input_image",
         ),
         (
             {"input": [{"type": "reasoning", "summary": [], "encrypted_content": "a"}]},

@@ -1,0 +1,56 @@
+"""Images from files and requests: bytes of a known format, decoded by pillow within a bound."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING
+
+from lp.commands import install_command
+from lp.errors import UserError
+from lp.optional import is_installed
+
+if TYPE_CHECKING:
+    from PIL.Image import Image  # which is optional
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # those that browsers and clients send; of several frames the first one
+MOST_PIXELS = 50_000_000  # of all images of a prompt: 150 MB as bytes
+
+
+def decoded(data: bytes, name: str, room: int = MOST_PIXELS) -> Image:
+    """An image in RGB, upright as its camera says.
+
+    Args:
+        data: content of the image's file, which nobody has checked.
+        name: what messages call it.
+        room: pixels that it may have.
+
+    Raises:
+        ValueError: it is no image of FORMATS, is broken, or has too many pixels; or pillow is missing.
+    """
+    if not is_installed("PIL"):
+        raise UserError(f"images need pillow; install the extra: {install_command('images')}")
+    from PIL import Image, ImageOps
+
+    known = f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
+    try:
+        image = Image.open(io.BytesIO(data), formats=FORMATS)
+    except Image.DecompressionBombError:  # some 180 million pixels
+        raise _too_large(name, "far more", room) from None
+    except Exception as error:  # nothing of ours runs in there
+        message = f"{name} is no {known} that can be read ({len(data)} bytes); send it in one of these"
+        raise UserError(message) from error
+    width, height = image.size
+    if width * height > room:
+        raise _too_large(name, f"{width} x {height}", room)
+    try:
+        return ImageOps.exif_transpose(image).convert("RGB")
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"{name} is a broken {image.format} ({reason}); send it whole") from error
+
+
+def _too_large(name: str, size: str, room: int) -> UserError:
+    left = "" if room == MOST_PIXELS else f", and those before it leave {room}"
+    return UserError(
+        f"{name} has {size} pixels; the images of a prompt may have {MOST_PIXELS} together{left}: send it smaller"
+    )

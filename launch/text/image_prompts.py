@@ -1,0 +1,204 @@
+"""Prompts with images: messages in a model's chat template, and what its processor makes of the images in them."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from transformers import AutoProcessor, BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
+
+from lp.commands import install_command
+from lp.errors import UserError
+from lp.models.loader import checkpoint_of, hub_answers
+from lp.models.prompt_images import EXACT
+
+from .chat_tokens import HiddenTokens, LiteralCopy
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+PLACEHOLDERS = ("image_token", "boi_token", "video_token", "audio_token")  # attributes of processors and tokenizers
+TOKENS = ("input_ids", "attention_mask")  # of a processor's output: the rest is images
+PROBE = "x7q5x"
+
+
+class ImagePrompt(NamedTuple):
+    """A prompt with images.
+
+    Attributes:
+        tokens: token ids.
+        inputs: what `generate` takes besides them, by name.
+    """
+
+    tokens: list[int]
+    inputs: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImagePrompts:
+    """Makes prompts with images for a model.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        dtype: the model's dtype, which pixels get.
+        processor: the model's processor; None: there is none.
+        why_not: without a processor, a line that says so, and what helps.
+        one_at_a_time: held by threads that decode images for a prompt, and make it: many large ones fill the memory.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    dtype: torch.dtype = torch.float32
+    processor: Any = None
+    why_not: str = "this model takes text alone; leave the image out"
+    one_at_a_time: threading.Lock = field(default_factory=threading.Lock)
+
+    @classmethod
+    def of(
+        cls, name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, trust_remote_code: bool = False
+    ) -> ImagePrompts:
+        """Prompts for a checkpoint, whose processor is loaded where it has one.
+
+        Args:
+            name: the checkpoint, as the user gave it.
+            model: loaded.
+            tokenizer: loaded. One without a chat template gets the processor's.
+            trust_remote_code: run code that comes with the checkpoint.
+        """
+        if model.config.model_type not in EXACT:
+            return cls(tokenizer=tokenizer)
+        place = checkpoint_of(name).place
+        offline = not Path(place).is_dir() and not hub_answers()
+        try:
+            processor = AutoProcessor.from_pretrained(
+                place, trust_remote_code=trust_remote_code, local_files_only=offline
+            )
+        except Exception as error:  # nothing of ours runs in there
+            line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            line = line.partition(". ")[0].rstrip(".")
+            remedy = "leave the image out"
+            if isinstance(error, ImportError):
+                remedy = (
+                    f"install it; {install_command('images')} brings pillow, torchvision has to be of torch's build"
+                )
+            return cls(tokenizer=tokenizer, why_not=f"images of this model can't be read: {line}; {remedy}")
+        if not hasattr(processor, "image_processor"):
+            why_not = "the checkpoint has no processor of images (preprocessor_config.json); put it beside the weights"
+            return cls(tokenizer=tokenizer, why_not=why_not)
+        tokenizer.chat_template = tokenizer.chat_template or processor.chat_template
+        return cls(tokenizer=tokenizer, dtype=model.dtype, processor=processor)
+
+    def check(self) -> None:
+        """Refuse images where the model takes none.
+
+        Raises:
+            ValueError: why.
+        """
+        if self.processor is None:
+            raise UserError(self.why_not)
+
+    def prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        images: Sequence[Image],
+        literal: LiteralCopy | None = None,
+        /,
+        **given: Any,
+    ) -> ImagePrompt:
+        """Messages with images, up to the answer, as the processor's own `apply_chat_template` writes them.
+
+        Special tokens in texts of the messages are text, those that hold an image's place among them.
+
+        Args:
+            messages: messages of a chat, in which a part {"type": "image"} stands for the next image.
+            images: images of the messages, in their order.
+            literal: the tokenizer's copy, where several threads encode.
+            given: more arguments of `apply_chat_template`.
+
+        Raises:
+            ValueError: as of `check`, or what the processor has against the images.
+            Exception: what the template has against the messages.
+        """
+        self.check()
+        template = self.processor.chat_template or self.tokenizer.chat_template
+        hidden = HiddenTokens(self.tokenizer, literal, self._placeholders())
+        text = self.tokenizer.apply_chat_template(
+            hidden.hide(for_template(self.tokenizer, messages, template)),
+            chat_template=template,
+            add_generation_prompt=True,
+            tokenize=False,
+            **hidden.hide(given),
+        )
+        begins = self.tokenizer.bos_token is not None and text.startswith(self.tokenizer.bos_token)
+        processor = self.processor
+        if hidden.any:
+            processor = copy.copy(processor)
+            processor.tokenizer = _Hiding(self.tokenizer, hidden)
+        try:
+            made = processor(text=[text], images=[*images], add_special_tokens=not begins, return_tensors="pt")
+        except UserError:
+            raise
+        except Exception as error:  # nothing of ours runs in there
+            what = "a text with a special token beside images; leave the token out" if hidden.any else "the images"
+            raise UserError(f"the model's processor refuses {what}: {str(error).partition(chr(10))[0]}") from error
+        inputs = {name: self._cast(torch.as_tensor(value)) for name, value in made.items() if name not in TOKENS}
+        return ImagePrompt(made["input_ids"][0].tolist(), inputs)
+
+    def _placeholders(self) -> list[str]:
+        """Texts that the processor takes for an image's place, whether or not they are special tokens."""
+        owners = (self.processor, self.tokenizer)
+        found = (getattr(owner, name, None) for owner in owners for name in PLACEHOLDERS)
+        return [str(token) for token in found if token is not None]
+
+    def _cast(self, value: torch.Tensor) -> torch.Tensor:
+        return value.to(self.dtype) if value.is_floating_point() else value
+
+
+def for_template(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], template: str | None = None
+) -> list[dict[str, Any]]:
+    """Messages whose texts are lists of one part, where the template of a model with images prints no others.
+
+    Args:
+        tokenizer: applies the template.
+        messages: with texts, or lists of parts, as their content.
+        template: the chat template; None is the tokenizer's.
+    """
+    probe = [{"role": "user", "content": PROBE}]
+    try:
+        takes_texts = PROBE in str(tokenizer.apply_chat_template(probe, chat_template=template, tokenize=False))
+    except Exception:  # what a template does with a text where it expects parts
+        takes_texts = False
+    if takes_texts:
+        return [{**message} for message in messages]
+    return [
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        if isinstance(message.get("content"), str)
+        else {**message}
+        for message in messages
+    ]
+
+
+class _Hiding:
+    """A tokenizer as its processor uses it, for a text in which tokens that users wrote are hidden.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        hidden: has hidden them.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, hidden: HiddenTokens) -> None:
+        self._tokenizer = tokenizer
+        self._hidden = hidden
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, text: Sequence[str], add_special_tokens: bool = True, **options: Any) -> BatchEncoding:
+        begin = list(self._tokenizer("")["input_ids"]) if add_special_tokens else []
+        ids = [begin + self._hidden.encode(each) for each in text]
+        return BatchEncoding({"input_ids": ids, "attention_mask": [[1] * len(each) for each in ids]})

@@ -1,0 +1,156 @@
+"""LoRA adapters that texts choose: each row of a pass goes through that of its own text, and no weight is merged.
+
+The base product is computed once for all rows, and what an adapter adds for its rows alone, as PEFT computes it.
+T: tokens of a pass.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from lp.errors import UserError
+from lp.models.tree_pass import TreePass
+
+Rows = slice | torch.Tensor  # int64
+NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+LINEAR = ("peft.tuners.lora.layer", "Linear")  # module and name of the one class of layers that is known exactly
+# Parts of modules' names whose rows are not the tokens of a pass, in their order.
+OTHER_ROWS = re.compile(r"(^|\.)(experts|lm_head)(\.|$)")
+
+
+class AdapterRows(threading.local):
+    """Which rows of this thread's pass belong to which adapter.
+
+    Attributes:
+        groups: names of adapters, and the rows of each.
+        others: the rows that have the adapters which are active on the model; None: there are none.
+        num_rows: T.
+    """
+
+    def __init__(self) -> None:
+        self.groups: list[tuple[str, Rows]] = []
+        self.others: Rows | None = None
+        self.num_rows = 0
+
+    @contextmanager
+    def of(self, trees: Sequence[TreePass], device: torch.device) -> Iterator[None]:
+        """Within the block, passes are over these trees, one behind the other."""
+        names = [tree.adapter for tree in trees for _ in range(len(tree.tokens))]
+        if not any(names):
+            yield
+            return
+        rows: dict[str | None, list[int]] = {}
+        for row, name in enumerate(names):
+            rows.setdefault(name, []).append(row)
+        groups = {name: _rows(own, device) for name, own in rows.items()}
+        self.others = groups.pop(None, None)
+        self.num_rows = len(names)
+        self.groups = [(str(name), own) for name, own in groups.items()]
+        try:
+            yield
+        finally:
+            self.groups, self.others = [], None
+
+    def forward_of(self, module: nn.Module) -> Callable[..., torch.Tensor] | None:
+        """What the copy of a LoRA layer runs in place of its forward, in a view of the model; None for other modules.
+
+        It is called with the copy, the layer's own forward and the arguments.
+        """
+        return self._forward if _is_lora_linear(module) else None
+
+    def _forward(
+        self, layer: Any, own_forward: Callable[..., torch.Tensor], x: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        if not self.groups:
+            return own_forward(x, *args, **kwargs)
+        if x.shape[-2] != self.num_rows:
+            raise RuntimeError(f"a LoRA layer got {x.shape[-2]} rows in a pass of {self.num_rows}")
+        result: torch.Tensor = layer.base_layer(x, *args, **kwargs)
+        if self.others is not None and not layer.disable_adapters and not layer.merged:
+            for name in layer.active_adapters:
+                _add(layer, name, x, result, self.others)
+        for name, rows in self.groups:
+            _add(layer, name, x, result, rows)
+        return result
+
+
+def _rows(rows: list[int], device: torch.device) -> Rows:
+    """These rows, ascending: a slice where they lie one behind the other, as those of one text do."""
+    if rows[-1] - rows[0] + 1 == len(rows):
+        return slice(rows[0], rows[-1] + 1)
+    return torch.tensor(rows, device=device)
+
+
+def _add(layer: Any, name: str, x: torch.Tensor, result: torch.Tensor, rows: Rows) -> None:
+    """Add to some rows of the result what an adapter adds there: PEFT's sum, in PEFT's order."""
+    if name not in layer.lora_A:
+        return
+    down = layer.lora_A[name]
+    own = layer._cast_input_dtype(x[..., rows, :], down.weight.dtype)
+    delta = layer.lora_B[name](down(own)) * layer.scaling[name]
+    result[..., rows, :] = (result[..., rows, :] + delta).to(result.dtype)
+
+
+def check_choice(model: nn.Module, name: object) -> None:
+    """Refuse an adapter that a text cannot choose.
+
+    Args:
+        model: the model, with PEFT's adapters loaded under their names.
+        name: the adapter's.
+
+    Raises:
+        ValueError: no such adapter, or one that is not plain LoRA of linear layers whose rows are a pass's tokens.
+    """
+    loaded = getattr(model, "peft_config", None)
+    names = sorted(loaded) if isinstance(loaded, dict) else []
+    if not isinstance(name, str) or name not in names:
+        there = ", ".join(names) if names else "none"
+        raise UserError(
+            f"adapter is {name!r}; the model has {there}: load it with model.load_adapter(FOLDER, adapter_name=NAME)"
+        )
+    if not NAME.fullmatch(name):
+        raise UserError(f"adapter is {name!r}; load it under a name of up to 64 ASCII letters, digits, '_' and '-'")
+    found = False
+    for path, module in model.named_modules():
+        if not _has(module, name):
+            continue
+        if (why := _obstacle(path, module, name)) is not None:
+            raise UserError(
+                f"adapter {name!r} cannot be chosen by a text: {path} {why}; texts can choose LoRA of the linear "
+                "layers of attention and MLPs: set this one active on the model instead, for all texts"
+            )
+        found = True
+    if not found:
+        raise UserError(f"adapter {name!r} changes no layer of the model")
+
+
+def _has(module: nn.Module, name: str) -> bool:
+    """Whether a module has parts of this adapter."""
+    kinds = getattr(module, "adapter_layer_names", None)
+    if kinds is None:  # a whole module that an adapter replaces
+        return name in (getattr(module, "modules_to_save", None) or ())
+    return any(name in (getattr(module, kind, None) or ()) for kind in kinds)
+
+
+def _obstacle(path: str, module: nn.Module, name: str) -> str | None:
+    if not _is_lora_linear(module):
+        return f"is a {type(module).__module__}.{type(module).__name__}"
+    layer: Any = module
+    if name in layer.lora_variant:
+        return f"is a {type(layer.lora_variant[name]).__name__}"
+    if layer.merged:
+        return "is merged into the weights"
+    if OTHER_ROWS.search(path):
+        return "gets other rows than the tokens of a pass"
+    return None
+
+
+def _is_lora_linear(module: nn.Module) -> bool:
+    return (type(module).__module__, type(module).__name__) == LINEAR

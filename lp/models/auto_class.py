@@ -1,0 +1,32 @@
+"""Which automatic class of transformers loads a checkpoint: that of causal LMs, or of models that take images."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+
+from lp.models.prompt_images import EXACT
+
+
+def auto_class(config: Any) -> Any:
+    """The automatic class that loads a checkpoint with this config.
+
+    A type that has both, as Qwen 3.5, is loaded with its vision where the config's `architectures` name it.
+    """
+    if config.model_type not in EXACT or (kind := _class_in(AutoModelForImageTextToText, config)) is None:
+        return AutoModelForCausalLM
+    named = getattr(config, "architectures", None) or []
+    takes_images = kind.__name__ in named or _class_in(AutoModelForCausalLM, config) is None
+    return AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
+
+
+def model_class(config: Any) -> type[PreTrainedModel] | None:
+    """The class of models with this config; None where transformers knows none that continues tokens."""
+    return _class_in(auto_class(config), config)
+
+
+def _class_in(automatic: Any, config: Any) -> type[PreTrainedModel] | None:
+    mapping = automatic._model_mapping
+    kind: type[PreTrainedModel] | None = mapping.get(type(config), None)
+    return kind
