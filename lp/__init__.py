@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from lp.sampling.grammar_compiler import GrammarCompiler
     from lp.sampling.params import SamplingParams, Verifier
 
-__version__ = "0.1.0.dev0"  # pyproject.toml takes it from here, so that a clone has it too
+__version__ = "0.1.0"  # pyproject.toml takes it from here, so that a clone has it too
 
 __all__ = [
     "Ablation",

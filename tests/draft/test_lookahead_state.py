@@ -155,9 +155,9 @@ def test_padding_is_seen_by_nothing(missing: int) -> None:
     layout = StepLayout(window_of(3, 3), WindowSlice(0, 3, 2), _tree([41, 42]), 5, 9, 10**6, catch_up=[1] * missing)
     tokens, positions = layout.step_tokens, layout.step_positions
     cache = StaticKVCache(1, 64)
-    padded = TreePass(tokens, positions, layout.step_parents, cache, layout.sampled_tokens).padded(4)
-    more_tokens, more_positions, more_parents, *rest = padded
-    assert rest == [cache, layout.sampled_tokens, False]
+    whole = TreePass(tokens, positions, layout.step_parents, cache, layout.sampled_tokens, True, 7, "sql")
+    more_tokens, more_positions, more_parents, *rest = whole.padded(4)
+    assert rest == [*whole[3:]], "all but its tokens is as it was"
     visible, more_visible = visible_of(layout), ancestors(more_parents)
     size = len(tokens)
     assert (more_tokens[:size] == tokens).all() and (more_positions[:size] == positions).all()

@@ -1,4 +1,4 @@
-"""The wheel: what `pip install` puts on a machine that has no clone."""
+"""The wheel, which `pip install` puts on a machine that has no clone; the sdist, a clone without its history."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import venv
 import zipfile
 from pathlib import Path
@@ -100,6 +101,25 @@ def test_the_wheel_has_every_file_of_the_packages(wheel: Path, tracked: list[str
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
     parts = [name.partition("/") for name in tracked]
     assert packed == {f"{INSTALLED[folder]}/{rest}" for folder, _, rest in parts if folder in INSTALLED}
+
+
+def test_the_sdist_has_every_tracked_file(tracked: list[str], tmp_path: Path) -> None:
+    """Whoever packages lp builds and tests it from there, and alone misses a folder that MANIFEST.in leaves out."""
+    for name in tracked:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    for name in ("checks.cpython-311.pyc", "compiled-0/checks.py311.nbi", "compiled-0/checks.py311.1.nbc"):
+        file = tmp_path / "lp" / "__pycache__" / name  # as a clone has that was used
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    build = "import setuptools.build_meta as backend; print(backend.build_sdist('.'))"
+    done = subprocess.run([sys.executable, "-c", build], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (file,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(file) as archive:
+        packed = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
+    made = {name for name in packed if name in ("PKG-INFO", "setup.cfg") or name.split("/")[0].endswith(".egg-info")}
+    assert packed - made == set(tracked)
 
 
 def test_readme_runs_without_the_clone(environment: Path, tmp_path: Path) -> None:
