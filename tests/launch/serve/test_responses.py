@@ -367,7 +367,7 @@ def test_nothing_is_kept(client: Any) -> None:
             "this model takes text alone; leave the image out",
         ),
         (
-            {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "a"}]}]},
+            {"input": [{"role": "user", "content": [{"type": "input_file"}]}]},
             "input",
             "input[0].content: a part is of type 'input_file'; give input_text or input_image",
         ),
