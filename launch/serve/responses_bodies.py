@@ -55,7 +55,7 @@ class InputText(Fields):
 class InputPart(InputText):
     """A part of a message: a text or an image."""
 
-    REFUSED: ClassVar[dict[str, str]] = {"file_id": f"{KEPT}, and no files: give image_url"}
+    REFUSED: ClassVar[dict[str, str]] = {"file_id": "the server keeps no files: give image_url"}
     image_url: OneImageUrl | None = None
 
     @model_validator(mode="after")

@@ -80,15 +80,12 @@ class ImagePrompts:
         except Exception as error:  # nothing of ours runs in there
             line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
             line = line.partition(". ")[0].rstrip(".")
-            remedy = "leave the image out"
+            remedy = "put its processor (preprocessor_config.json) beside the weights, or leave the image out"
             if isinstance(error, ImportError):
                 remedy = (
                     f"install it; {install_command('images')} brings pillow, torchvision has to be of torch's build"
                 )
             return cls(tokenizer=tokenizer, why_not=f"images of this model can't be read: {line}; {remedy}")
-        if not hasattr(processor, "image_processor"):
-            why_not = "the checkpoint has no processor of images (preprocessor_config.json); put it beside the weights"
-            return cls(tokenizer=tokenizer, why_not=why_not)
         tokenizer.chat_template = tokenizer.chat_template or processor.chat_template
         return cls(tokenizer=tokenizer, dtype=model.dtype, processor=processor)
 

@@ -23,7 +23,7 @@ import transformers as tf
 import lp
 from tests.conftest import Processes
 from tests.launch.serve.test_serve_ranks import started
-from tests.support.image_folders import END, data_url, picture, save_image_model
+from tests.support.image_folders import END, data_url, image_tokenizer, picture, save_image_model
 from tests.support.image_models import IMAGE, generated, image_model
 from tests.support.serving import Running, serving
 
@@ -474,13 +474,10 @@ def test_a_journal_tells_images_apart(tmp_path: Path) -> None:
 
 def test_a_checkpoint_without_a_processor(tmp_path: Path) -> None:
     """The server did not start, or said nothing of what is missing."""
-    model = image_model("llava")
-    folder = tmp_path / "model"
-    model.save_pretrained(folder)
-    loaded = lp.load(save_image_model(tmp_path / "whole"))
-    loaded.tokenizer.save_pretrained(folder)
-    made = ImagePrompts.of(str(folder), model, loaded.tokenizer)
-    with pytest.raises(ValueError, match=r"preprocessor_config.json|can't be read"):
+    image_model("llava", dtype=torch.float32).save_pretrained(tmp_path)
+    image_tokenizer().save_pretrained(tmp_path)
+    made = ImagePrompts.of(str(tmp_path), *lp.load(tmp_path))
+    with pytest.raises(ValueError, match=r"can't be read: .*; put its processor \(preprocessor_config.json\) beside"):
         made.check()
 
 

@@ -396,7 +396,7 @@ def test_other_paths_are_refused_by_name(client: Any) -> None:
             "this model takes text alone; leave the image out",
         ),
         (
-            {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "a"}]}]},
+            {"input": [{"role": "user", "content": [{"type": "input_file"}]}]},
             "input",
             "input[0].content: a part is of type 'input_file'; give input_text or input_image",
         ),
