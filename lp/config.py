@@ -175,7 +175,8 @@ class LookaheadConfig(RefusesRemoved):
         check_kind("pool_file", self.pool_file, (str, os.PathLike, type(None)), "a path, or None")
         check_kind("pool_model_ngrams", self.pool_model_ngrams, (str, os.PathLike), "a path, 'auto' or 'off'")
         check_kind("history", self.history, (str, os.PathLike, type(None)), "a path, or None")
-        if self.history is not None and self.history == self.pool_file:
+        files = [os.path.realpath(path) for path in (self.history, self.pool_file) if path is not None]
+        if len({*files}) < len(files):
             raise UserError(f"history and pool_file are both {self.history!r}; give each its own file")
         set_field(self, "corpora", check_corpora(self.corpora))
         if self.pool_file is not None and self.pool_scope is not PoolScope.SESSION:

@@ -288,7 +288,9 @@ class Generated(Body):
             ),
             "leave it out",
         ),
-        **dict.fromkeys(("lora", "lora_path", "adapter_id"), "load the model with its adapter"),
+        **dict.fromkeys(
+            ("lora", "lora_path", "adapter_id"), "start the server with adapters, and give the name of one as the model"
+        ),
         **dict.fromkeys(
             ("use_beam_search", "num_beams", "constraints", "force_words_ids"),
             "a step verifies one path, and beams depend on each other: leave it out",

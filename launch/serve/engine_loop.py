@@ -243,11 +243,16 @@ class EngineLoop:
             self._changed.notify()
         return ids
 
-    def cancel(self, number: int) -> None:
-        """End a text before the next step. Nothing happens if it has ended. From any thread."""
+    def cancel(self, number: int, num_tokens: int | None = None) -> None:
+        """End a text before the next step. Nothing happens if it has ended. From any thread.
+
+        Args:
+            number: its id.
+            num_tokens: how many of the tokens that steps have generated its client wants; None: all.
+        """
         with self._changed:
             if number in self._texts:
-                self._commands.append({"cancel": number})
+                self._commands.append({"cancel": number, "num_tokens": num_tokens})
                 self._changed.notify()
 
     def score(self, scoring: Scoring) -> None:
@@ -308,7 +313,7 @@ class EngineLoop:
         elif "cancel" in command:
             text = self._texts.get(command["cancel"])
             if text and text.handle:
-                self.engine.cancel(text.handle)
+                self.engine.cancel(text.handle, command["num_tokens"])
         elif "abandon" in command:
             for number, text in [*self._texts.items()]:
                 if text.handle:
@@ -352,7 +357,7 @@ class EngineLoop:
         num_thought = text.watch.num_thought - thought_before
         text.on_event(Piece(shown, kept, logprobs, text.watch.thought(), num_thought))
         if text.watch.ended:
-            self.cancel(number)
+            self.cancel(number, max(text.watch.num_tokens - len(text.spec.resumed), 0))
 
     def _report_ended(self) -> None:
         for number, text in [*self._texts.items()]:

@@ -167,7 +167,6 @@ async def public_address(host: str, port: int) -> str:
     addresses = [str(each[4][0]) for each in found]
     for address in addresses:
         ip = ipaddress.ip_address(address.partition("%")[0])
-        ip = getattr(ip, "ipv4_mapped", None) or ip
         translated = isinstance(ip, ipaddress.IPv6Address) and any(ip in network for network in TRANSLATED)
         if not ip.is_global or ip.is_multicast or translated:
             raise UserError(f"{host[:SHOWN]!r} is at {address}, which is no public address")

@@ -8,6 +8,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 
+from .acceptance import acceptance
 from .engine_loop import Ending, EngineLoop
 
 SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
@@ -35,12 +36,13 @@ class Metrics:
         self._cached_tokens = counter("lp_cached_prompt_tokens", "tokens of prompts that were cached before")
         self._tokens = counter("lp_generated_tokens", "generated tokens")
         self._steps = counter("lp_steps", "decode steps of all texts; generated tokens by steps is S")
-        self._drafts = [counter("lp_draft_tokens", "draft tokens"), counter(f"{DRAFTED}draft_tokens", "draft tokens")]
-        self._accepted = [
-            counter("lp_accepted_tokens", "accepted draft tokens"),
-            counter(f"{DRAFTED}accepted_tokens", "accepted draft tokens"),
-        ]
-        self._drafted_steps = counter(f"{DRAFTED}drafts", "steps that had draft tokens")
+        self._drafts = counter("lp_draft_tokens", "draft tokens")
+        self._accepted = counter("lp_accepted_tokens", "accepted draft tokens")
+        self._drafted = {
+            "num_spec_steps": counter(f"{DRAFTED}drafts", "steps that had draft tokens"),
+            "num_draft_tokens": counter(f"{DRAFTED}draft_tokens", "draft tokens"),
+            "num_accepted_draft_tokens": counter(f"{DRAFTED}accepted_tokens", "accepted draft tokens"),
+        }
         self._ended = counter("lp_texts", "texts by how they ended", "reason")
         self._first = Histogram("lp_time_to_first_token_seconds", "", buckets=SECONDS, registry=registry)
         self._token = Histogram("lp_time_per_token_seconds", "", buckets=TOKEN_SECONDS, registry=registry)
@@ -61,11 +63,11 @@ class Metrics:
             self._prompt_tokens.inc(ending.prompt_tokens - ending.cached)
         self._cached_tokens.inc(ending.cached)
         self._steps.inc(len(ending.steps))
-        self._drafted_steps.inc(sum(step.num_draft > 0 for step in ending.steps))
-        for counter in self._drafts:
-            counter.inc(sum(step.num_draft for step in ending.steps))
-        for counter in self._accepted:
-            counter.inc(sum(step.accepted for step in ending.steps))
+        self._drafts.inc(sum(step.num_draft for step in ending.steps))
+        self._accepted.inc(sum(step.accepted for step in ending.steps))
+        found = acceptance(ending.steps)
+        for name, drafted in self._drafted.items():
+            drafted.inc(found[name])
         if ending.generated:
             self._token.observe(ending.decode_s / ending.generated)
 

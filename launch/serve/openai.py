@@ -16,6 +16,7 @@ from fastapi.responses import Response
 from lp.sampling.logprob_sampler import Logprob
 
 from ..text.detokenizer import Detokenizer, TokenWalk
+from .acceptance import acceptance
 from .api_errors import ApiError
 from .bodies import ChatBody, CompletionBody, OpenAI, Sampled, plain_text
 from .chat_template import answer, chat_prompt, tool_format, uses_tools
@@ -66,7 +67,11 @@ async def begun(make: Callable[[Served, Asked], Made], served: Served, request: 
     Raises:
         ApiError: 400, 404.
     """
-    served.check_model(body.model)
+    served = served.chosen(body.model)
+    if served.adapter and body.images:
+        raise ApiError(
+            400, f"model {served.adapter!r} is an adapter, which takes text alone; leave the image out", "model"
+        )
     await served.check_grammar(body.grammar_given, body.grammar_field)
     await served.image_urls.fetch(body.images, body.PROMPT)
     return await asyncio.to_thread(make, served.asked_by(request.scope), body)  # a long text takes seconds to encode
@@ -113,8 +118,7 @@ class _Answer:
 
     def response(self, choices: list[dict[str, Any]], endings: Sequence[Ending]) -> dict[str, Any]:
         """The whole answer in one response."""
-        figures = usage(self.prompts, endings, self.predicted)
-        return {**self.head, "object": self.kind, "choices": choices, "usage": figures, **self._seed()}
+        return {**self.head, "object": self.kind, "choices": choices, **self._figures(endings)}
 
     def chunk(self, choice: dict[str, Any], step_tokens: int = 0) -> dict[str, Any]:
         """A part of the answer as an event of a stream.
@@ -131,8 +135,13 @@ class _Answer:
         """The event with the usage, where it is asked for."""
         if not self._with_usage:
             return []
-        chunk = self.chunk({})
-        return [{**chunk, "choices": [], "usage": usage(self.prompts, endings, self.predicted), **self._seed()}]
+        return [{**self.chunk({}), "choices": [], **self._figures(endings)}]
+
+    def _figures(self, endings: Sequence[Ending]) -> dict[str, Any]:
+        """Fields of the whole answer: its figures, and the seed; as of vLLM, draft tokens of a single text alone."""
+        drafts = acceptance(endings[0].steps) if len(endings) == 1 else None
+        figures = usage(self.prompts, endings, self.predicted)
+        return {"usage": figures, "metrics": {"speculative_decoding": drafts}, **self._seed()}
 
     @property
     def _with_usage(self) -> bool:

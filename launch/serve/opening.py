@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import resource
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,11 +34,12 @@ from ..data.prompts import read_text
 from ..running.once import rank
 from ..running.session import check_common, open_model, say_how_it_runs
 from ..text.image_prompts import ImagePrompts
+from .adapters import check_adapters, load_adapters
 from .engine_loop import EngineLoop
 from .fim import FimFormat, FimPrompts, fim_format, given_format
 from .grammars import Grammars
 from .image_urls import ImageUrls
-from .names import served_names
+from .names import ModelNames, served_names
 from .reasoning import reasoning_block, reasoning_names
 from .unfinished import UnfinishedRequests, only_server, unfinished_folder
 
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from .served import Served  # whose packages are of an extra
 
 WARM_UP_TOKENS = 8
+SPARE_FILES = 256  # of those that a process may open: for clients, sockets among ranks, the model
 
 
 def check_packages(app: str, packages: Sequence[str]) -> None:
@@ -67,7 +70,7 @@ def check_answering(config: AnsweringConfig) -> None:
     check_common(config)
     if config.decoder.name == ORACLE:
         raise UserError(f"decoder={ORACLE} computes one text at a time; take decoder={PLAIN} instead")
-    served_names(config.served_name)
+    check_adapters(dict(config.adapters), ModelNames.of(config.model.name, served_names(config.served_name)).known)
     reasoning_names(config.reasoning)
     check_int("max_sequences", config.max_sequences, 1, MOST_SEQUENCES, "try 8")
     check_int("max_body_bytes", config.max_body_bytes, 1, float("inf"), "try 4194304")
@@ -170,6 +173,7 @@ class Opened:
             fim=FimPrompts(tokenizer, fim) if fim else None,
             reasoning=reasoning_block(tokenizer, config.reasoning),
             images=self.images,
+            adapters=tuple(config.adapters),
             image_urls=ImageUrls(allow_image_urls),
         )
 
@@ -184,8 +188,10 @@ def open_engine(config: AnsweringConfig, settings: Settings, owners: Sequence[st
     Raises:
         ValueError: a user error, with its remedy.
     """
+    check_open_files(config, len(owners))
     context, loaded = open_model(config)
     say_how_it_runs(context, loaded)
+    load_adapters(loaded.model, dict(config.adapters))
     images = None
     if context.is_main:
         images = ImagePrompts.of(config.model.name, loaded.model, loaded.tokenizer, config.model.trust_remote_code)
@@ -213,6 +219,23 @@ def open_engine(config: AnsweringConfig, settings: Settings, owners: Sequence[st
         journal_model=resumed_model(loaded, context, decoder.checkpoint().says) if config.journal else None,
         images=images,
     )
+
+
+def check_open_files(config: AnsweringConfig, owners: int) -> None:
+    """Refuse more owners than there can be open files: each owner's history stays open, and locked.
+
+    Raises:
+        ValueError: how many there are, and how many there may be.
+    """
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if config.pool.history is None or most == resource.RLIM_INFINITY:
+        return
+    if owners + SPARE_FILES > most:
+        raise UserError(
+            f"pool.history keeps a file open for each of {owners} owners, and this process may open {most}, of which "
+            f"{SPARE_FILES} are for clients; raise the limit (ulimit -n {owners + SPARE_FILES}), name fewer keys in "
+            "api_keys, or set pool.history=null"
+        )
 
 
 def warm_up(engine: lp.Engine) -> None:

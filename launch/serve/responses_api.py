@@ -16,7 +16,7 @@ from contextlib import aclosing
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import Response
+from fastapi.responses import JSONResponse, Response
 
 from .api_errors import SHOWN, ApiError
 from .openai import Chat, begun
@@ -39,9 +39,20 @@ def responses_routes(served: Served) -> APIRouter:
             return await streamed(request, answer.events(), timeout_s, done="", failure=answer.failed)
         return await whole(request, answer.whole(), timeout_s)
 
-    @router.get("/v1/responses/{name:path}")
-    @router.post("/v1/responses/{name:path}")
-    @router.delete("/v1/responses/{name:path}")
+    @router.post("/v1/responses/input_tokens")
+    async def input_tokens(body: ResponsesBody, request: Request) -> Response:
+        answer = await begun(ResponsesAnswer, served, request, body)
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": answer.num_input})
+
+    @router.post("/v1/responses/compact")
+    async def compact() -> Response:
+        message = "this server does not compact items; send fewer of them, or a summary that you have asked for"
+        raise ApiError(501, message, code="not_supported")
+
+    @router.get("/v1/responses/{name}")
+    @router.delete("/v1/responses/{name}")
+    @router.post("/v1/responses/{name}/cancel")
+    @router.get("/v1/responses/{name}/input_items")
     async def kept(name: str) -> Response:
         raise ApiError(404, f"there is no response {name[:SHOWN]!r}; {KEPT}", code="response_not_found")
 
@@ -125,6 +136,11 @@ class ResponsesAnswer:
         self._left_out = 0  # how many there were of the reasoning's tokens
         self._more: Data = {}  # what the chat's last event has
         self._number = 0
+
+    @property
+    def num_input(self) -> int:
+        """How many tokens the prompt has that the items come to."""
+        return len(self._chat.prompts[0])
 
     async def whole(self) -> Data:
         """The answer in one piece: the response that the stream ends with."""

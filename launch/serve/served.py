@@ -75,6 +75,8 @@ class Served:
         reasoning: tokens around the reasoning that answers of a chat begin with; None where that is no matter.
         created: time of the start.
         owner: name of the key of the client that asks, in what `asked_by` gives.
+        adapters: names of the LoRA adapters that clients may choose in the model's place.
+        adapter: the one that a client has chosen, in what `chosen` gives; None for none.
         images: makes prompts with images; None: the model takes text alone.
         image_urls: fetches images that clients name by their addresses.
     """
@@ -93,6 +95,8 @@ class Served:
     created: int = field(default_factory=lambda: int(time.time()))
     served_as: Sequence[str] = ()
     owner: str = ""
+    adapters: tuple[str, ...] = ()
+    adapter: str | None = None
     images: ImagePrompts | None = None
     image_urls: ImageUrls = field(default_factory=ImageUrls)
     literal: LiteralCopy = field(init=False)  # of the tokenizer
@@ -114,7 +118,7 @@ class Served:
     @property
     def short_name(self) -> str:
         """What the model is called in answers."""
-        return self.names.shown
+        return self.adapter or self.names.shown
 
     @property
     def context(self) -> int | None:
@@ -126,14 +130,25 @@ class Served:
         """Size of the vocabulary: token ids are below it."""
         return embedded_tokens(self.model)
 
-    def check_model(self, name: str | None) -> None:
-        """Refuse another model than this one.
+    def chosen(self, name: str | None) -> Served:
+        """The model, or with one of its adapters, that a client calls so.
 
         Raises:
             ApiError: 404.
         """
-        if name and not self.names.has(name):
-            known = " or ".join(map(repr, self.names.listed))
+        self.check_model(name)
+        asked = copy.copy(self)
+        object.__setattr__(asked, "adapter", name if name in self.adapters else None)
+        return asked
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse another model than this one and its adapters.
+
+        Raises:
+            ApiError: 404.
+        """
+        if name and name not in self.adapters and not self.names.has(name):
+            known = " or ".join(map(repr, (*self.names.listed, *self.adapters)))
             message = f"there is no model {name[:SHOWN]!r}; this server has {known}, or leave model out"
             raise ApiError(404, message, "model", "model_not_found")
 
@@ -308,8 +323,11 @@ class Served:
         """Log probabilities of every token but the first.
 
         Raises:
-            ApiError: 429, 503.
+            ApiError: 400: a client that has chosen an adapter. 429, 503.
         """
+        if self.adapter:
+            message = f"logprobs of an echoed prompt are the model's own alone; leave echo out for {self.adapter!r}"
+            raise ApiError(400, message, "echo")
         event_loop = asyncio.get_running_loop()
         future: asyncio.Future[list[Logprob] | BaseException] = event_loop.create_future()
 
@@ -376,7 +394,8 @@ class TextGroup:
         self._waits_for_first = set(range(len(wanted)))
         loop = served.loop
         served.check_count(len(wanted))
-        specs, unfinished = [replace(text.spec, owner=served.owner) for text in wanted], served.unfinished
+        specs = [replace(text.spec, owner=served.owner, adapter=served.adapter) for text in wanted]
+        unfinished = served.unfinished
         key = unfinished.key(specs)
         self._noted = unfinished.begin(name, key, texts=len(wanted), seed=(specs[0].sampling or {}).get("seed"))
         specs = unfinished.resumed(specs, key)

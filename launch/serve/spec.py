@@ -72,6 +72,7 @@ class TextSpec:
             probability of the token either.
         owner: name of the client's key; empty where it has none.
         images: images of the prompt; None for none.
+        adapter: name of the adapter that the text goes through; None for none.
     """
 
     prompt: list[int]
@@ -90,6 +91,7 @@ class TextSpec:
     reasoning: Sequence[int] | None = None
     owner: str = ""
     images: SentTensors | None = None
+    adapter: str | None = None
 
     def as_data(self) -> dict[str, Any]:
         """Its fields in JSON's types; not copied, as prompts are long."""
@@ -127,6 +129,7 @@ class TextSpec:
             "grammar": self._grammar(grammars),
             "continued": len(self.resumed),
             "owner": self.owner,
+            "adapter": self.adapter,
             **(self.images.behind(len(self.resumed)) if self.images else {}),
         }
 

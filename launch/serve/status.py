@@ -71,7 +71,8 @@ def status_routes(served: Served) -> APIRouter:
     @router.get("/models")
     async def models() -> dict[str, Any]:
         own = {"max_model_len": served.context, "fill_in_the_middle": served.fim is not None}
-        return {"object": "list", "data": [model_data(name) | own for name in served.names.listed]}
+        adapters = [model_data(name) | own | {"parent": served.short_name} for name in served.adapters]
+        return {"object": "list", "data": [*(model_data(name) | own for name in served.names.listed), *adapters]}
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:

@@ -143,7 +143,7 @@ class EngineCore:
         self._steps = BatchStep(decoder.runner, decoder.steps_with, shared)
         self._weights = weights_of(decoder)
         self._device = decoder.model.device  # kept: transformers looks for it among all parameters
-        self._cancelled: list[Handle] = []  # within the step
+        self._cancelled: list[tuple[Handle, int | None]] = []  # within the step
 
     def check_weights(self) -> None:
         """Refuse a model that has other weights than its caches are for.
@@ -186,13 +186,13 @@ class EngineCore:
             self._fail(*failed.popitem())
         self.in_step = False
         while self._cancelled:
-            self.cancel(self._cancelled.pop())
+            self.cancel(*self._cancelled.pop())
         return bool(self.running or self.waiting)
 
-    def cancel(self, handle: Handle) -> None:
+    def cancel(self, handle: Handle, num_tokens: int | None = None) -> None:
         """End a text as it is, behind the step if there is one; see `Engine.cancel`."""
         if self.in_step:
-            self._cancelled.append(handle)
+            self._cancelled.append((handle, num_tokens))
         elif handle in self.waiting:
             self.waiting.remove(handle)
             output = GenerationOutput([], "cancelled", [])
@@ -202,7 +202,7 @@ class EngineCore:
         elif handle.generation in self.running:
             text = handle.generation
             assert text is not None
-            text.delivery.num_kept = len(text.tokens)
+            text.delivery.num_kept = len(text.tokens[:num_tokens])
             self._end(text, Stop.INTERRUPTED, "cancelled")
 
     @property

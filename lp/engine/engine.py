@@ -185,13 +185,17 @@ class Engine:
                 pass
         self.signal = self._signals.take()
 
-    def cancel(self, handle: Handle) -> None:
+    def cancel(self, handle: Handle, num_tokens: int | None = None) -> None:
         """End a text as it is; its output has the finish reason "cancelled". Nothing happens if it has ended.
 
         Called by a callback, it ends the text behind the step, unless the step itself does.
+
+        Args:
+            handle: the text.
+            num_tokens: how many of its new tokens count: output and history have no others. None: all.
         """
         if not self._closed:
-            self._core.cancel(handle)
+            self._core.cancel(handle, num_tokens)
 
     def __enter__(self) -> Engine:
         return self

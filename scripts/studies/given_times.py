@@ -59,6 +59,22 @@ def step_times(clock: Sequence[str], plain: float | None) -> StepTimes:
         raise UserError(f"--clock is {' '.join(clock)!r}; {wanted} ({error})") from None
 
 
+def fixed_config(setting: str) -> lp.LookaheadConfig:
+    """A setting of the command line.
+
+    Args:
+        setting: "W,N,G,depth".
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        w, n, g, depth = map(int, setting.split(","))
+    except ValueError:
+        raise UserError(f"--fixed has {setting!r}; give W,N,G,depth, as in --fixed 7,5,7,192") from None
+    return lp.LookaheadConfig(window_size=w, ngram_size=n, guess_set_size=g, draft_depth=depth)
+
+
 def taken_s(steps: Iterable[lp.StepStats], times: StepTimes) -> float:
     """What steps take by these times."""
     return sum(times.plain_s if step.idle else times.step_s(step.num_tokens) for step in steps)
@@ -92,10 +108,9 @@ class GivenTimes(TextStudy):
             return self.decodes(partial(lp.LookaheadDecoder, **options), result=result)
 
         found = {ADAPTIVE: decodes(step_times=times)}
-        for setting in self.fixed:
-            w, n, g, depth = map(int, setting.split(","))
-            config = lp.LookaheadConfig(window_size=w, ngram_size=n, guess_set_size=g, draft_depth=depth)
-            found[f"W={w} N={n} G={g} depth={depth}"] = decodes(config=config)
+        for config in map(fixed_config, self.fixed):
+            shape = f"W={config.window_size} N={config.ngram_size} G={config.guess_set_size}"
+            found[f"{shape} depth={config.draft_depth}"] = decodes(config=config)
         return found
 
     def check(self, row: Row, results: list[Result]) -> None:

@@ -121,6 +121,19 @@ def test_what_was_indexed_is_given_back(tmp_path: Path) -> None:
     assert found[0] == Listing("folder", 7, [IndexedFile(f"{i}.py", 10 * i, i, len(t)) for i, t in enumerate(texts)])
 
 
+def test_a_corpus_that_is_overwritten_stays_what_it_was(tmp_path: Path) -> None:
+    """`cp` onto the file of a running program would change what it drafts, or end it with a signal."""
+    path = tmp_path / "a.corpus"
+    write_file(corpus_of([[1, 2, 3]], 5), path)
+    file = read_file(str(path), 5)
+    digest, size = digest_of(file), path.stat().st_size
+    with path.open("r+b") as other:
+        other.write(bytes(size))
+    assert contents_of(file) and digest_of(file) == digest
+    path.write_bytes(b"")
+    assert looked_up(Corpus.of(file), [1, 2])[0] == 2
+
+
 def test_the_same_files_have_the_same_digest() -> None:
     """Ranks of several machines compare digests of corpora that each machine may have built for itself."""
     texts = [np.array(text, np.int32) for text in ([1, 2] * 30, [2, 1] * 30)]

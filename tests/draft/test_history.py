@@ -29,6 +29,7 @@ from lp.file_locks import lock
 from lp.parallel.context import ParallelContext
 from lp.parallel.thread_ranks import run_lockstep
 from tests.draft.test_corpus import looked_up, searched
+from tests.support.open_files import most_open_files
 from tests.support.switches import lookahead_config
 from tests.support.tiny_models import VOCABULARY, drawn_text, plain_greedy, tiny_model
 
@@ -354,6 +355,24 @@ def test_what_a_stop_string_cut_off_is_not_remembered(tmp_path: Path) -> None:
     assert kept_in(path) == [[*ids, *output.tokens]] and len(output.tokens) <= 7
 
 
+def test_what_its_caller_has_cut_off_is_not_remembered(tmp_path: Path) -> None:
+    """A server finds stop strings behind a step, of which the client gets the tokens before them alone."""
+    path, ids = tmp_path / "history", drawn_text(random.Random(1), 9)
+    decoder = lp.LookaheadDecoder(tiny_model(), config_of(path))
+    outputs = []
+    with lp.Engine(decoder, cache_tokens=512) as engine:
+        for wanted in range(8, 12):
+            handle = engine.submit(ids, 48)
+            while len(handle.tokens) < 12:
+                engine.step()
+            engine.cancel(handle, wanted)
+            outputs.append((handle.result().tokens, wanted))
+            assert handle.result().finish_reason == "cancelled"
+    del decoder, engine
+    assert [len(tokens) for tokens, _ in outputs] == [wanted for _, wanted in outputs]
+    assert kept_in(path) == [[*ids, *tokens] for tokens, _ in outputs]
+
+
 def test_a_disk_that_is_full_costs_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A text of minutes must not be lost for the sake of the next one's speed; its part must not hide later ones."""
     model, path, ids = tiny_model(), tmp_path / "history", drawn_text(random.Random(4), 20)
@@ -531,6 +550,33 @@ def test_a_text_of_nobody_leaves_nothing(tmp_path: Path) -> None:
     assert first.reused == 0 and last.reused == len(ids) - 1 and last.steps < first.steps
     del decoder, engine
     assert len(kept_in(tmp_path / "history")) == 2
+
+
+@pytest.mark.parametrize(
+    ("history", "pool", "owner", "message"),
+    [("kept.ann", "kept", "ann", "kept.ann' is history"), ("kept", "a/../kept.ann", "ann", "kept.ann' is pool_file")],
+)
+def test_a_file_of_an_owner_is_nothing_else(history: str, pool: str, owner: str, message: str, tmp_path: Path) -> None:
+    """The pool's file, written whole, would take the place of a history, whose texts then go nowhere."""
+    (tmp_path / "a").mkdir()
+    decoder = lp.LookaheadDecoder(
+        tiny_model(), config_of(tmp_path / history, pool_scope="session", pool_file=str(tmp_path / pool))
+    )
+    for other in ("", "bob", "ann_"):
+        decoder.open_for(other)
+    with pytest.raises(UserError, match=f"{message} and the file of the owner 'ann', too"):
+        decoder.open_for(owner)
+    with pytest.raises(UserError, match="history and pool_file are both"):
+        config_of(tmp_path / "kept", pool_scope="session", pool_file=str(tmp_path / "a" / ".." / "kept"))
+
+
+def test_more_owners_than_files_may_be_open(tmp_path: Path) -> None:
+    """Each owner's file stays open; the message must name this limit, not the folder."""
+    decoder = lp.LookaheadDecoder(tiny_model(), config_of(tmp_path / "history"))
+    decoder.open_for("")
+    with most_open_files(len(os.listdir("/proc/self/fd")) + 8), pytest.raises(UserError, match=r"\(ulimit -n\)"):
+        for number in range(40):
+            decoder.open_for(f"owner{number}")
 
 
 @pytest.mark.parametrize("owner", ["a/b", "ä", "x" * 65, "a b", ".."])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from safetensors.numpy import load_file, save_file
 
 import lp
 from lp.budget.step_times import StepTimes
-from lp.draft.pool.factory import PoolFactory, fresh_tables, load_tables, tables_digest
+from lp.draft.pool.factory import PoolFactory, fresh_tables, load_tables, save_tables, tables_digest
+from lp.draft.pool.tables import Tables
 from lp.engine.lookahead import LookaheadDecoder
 from lp.parallel.context import ParallelContext
 from lp.parallel.thread_ranks import run_lockstep
@@ -112,6 +114,35 @@ def test_a_pool_that_cannot_be_written_costs_no_text(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="gone/pool was not written"):
         output = decoder.generate(ids, 12)
     assert output.tokens == plain_greedy(model, ids, 12)
+
+
+def test_several_decoders_may_have_one_file(tmp_path: Path) -> None:
+    """It has no lock: each writes all that it has learned, the last one's stays, and no reader finds a part of one."""
+    model, path, ids = tiny_model(), tmp_path / "pool", drawn_text(random.Random(4), 20)
+    one, other = (lp.LookaheadDecoder(model, config_of(pool_file=str(path))) for _ in range(2))
+    for decoder, new in ((one, 4), (other, 12), (one, 8)):
+        decoder.generate(ids, new)
+    assert digest(one) != digest(other)
+    read = lp.LookaheadDecoder(model, config_of(pool_file=str(path)))
+    read.open_for("")
+    assert digest(read) == digest(one)
+    factories = [decoder.factory for decoder in (one, other)]
+    tables = [factory.tables[""] for factory in factories if isinstance(factory, PoolFactory)]
+
+    def write(of: Tables) -> None:
+        for _ in range(40):
+            save_tables(of, str(path))
+
+    known = {tables_digest(of) for of in tables}
+    with ThreadPoolExecutor(2) as threads:
+        writers = [threads.submit(write, of) for of in tables]
+        while not all(writer.done() for writer in writers):
+            loaded = fresh_tables(one.config, VOCABULARY)
+            load_tables(loaded, str(path), VOCABULARY)
+            assert tables_digest(loaded) in known
+        for writer in writers:
+            writer.result()
+    assert [file.name for file in tmp_path.iterdir()] == ["pool"]
 
 
 @pytest.mark.parametrize(

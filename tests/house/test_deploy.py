@@ -329,6 +329,27 @@ def test_the_image_has_what_its_command_needs(tmp_path: Path) -> None:
     assert json.loads(given["CMD"])[0] == "launch.serve"
 
 
+def test_the_image_is_built_as_docker_reads_it() -> None:
+    """What a linter of Dockerfiles finds: an instruction that there is not, commands behind the change of user."""
+    names = [name for name, _ in instructions()]
+    known = {"FROM", "RUN", "WORKDIR", "COPY", "ENV", "USER", "EXPOSE", "ENTRYPOINT", "CMD"}
+    assert names[0] == "FROM" and {*names} <= known
+    assert all(names.count(once) == 1 for once in ("FROM", "USER", "ENTRYPOINT", "CMD"))
+    last_run = max(place for place, name in enumerate(names) if name in ("RUN", "COPY"))
+    assert last_run < names.index("USER"), "the user without a name could write nothing"
+    for name, rest in instructions():
+        if name in ("ENTRYPOINT", "CMD"):
+            assert all(isinstance(word, str) for word in json.loads(rest))
+        if name == "FROM":
+            assert re.fullmatch(r"[a-z0-9./-]+:[a-z0-9.-]+", rest) and not rest.endswith(":latest")
+        if name == "RUN" and "apt-get install" in rest:
+            assert "apt-get update &&" in rest and "-y" in rest and rest.endswith("rm -rf /var/lib/apt/lists/*")
+        if name == "ENV":
+            assert all(re.fullmatch(r"[A-Z_]+=\S+", word) for word in rest.split())
+    targets = [target for _, target in copied()]
+    assert all(target.endswith("/") or target == sources[0] for sources, target in copied()), targets
+
+
 def test_the_image_installs_what_there_is() -> None:
     """Extras that pyproject.toml has, the pinned versions, and a user that is not root."""
     (run,) = (rest for name, rest in instructions() if name == "RUN" and "pip install" in rest)

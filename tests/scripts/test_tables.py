@@ -285,6 +285,13 @@ def test_steps_by_a_given_clock() -> None:
     for wrong in (["2:1"], ["1"], ["1:x"], []):
         with pytest.raises(UserError, match="--clock"):
             given_times.step_times(wrong, None)
+    for setting, message in (
+        ("7,5,7", "--fixed has '7,5,7'; give W,N,G,depth"),
+        ("7,5,7,x", "--fixed"),
+        ("7,0,7,1", "N"),
+    ):
+        with pytest.raises(UserError, match=message):
+            given_times.fixed_config(setting)
 
 
 def test_a_table_of_grammars(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,11 @@
-"""A tiny random LLaVA in a folder, with a tokenizer and a processor that need pillow alone, and images for it."""
+"""Tiny random models that take images in folders, with processors that need pillow alone, and images for them."""
 
 from __future__ import annotations
 
 import base64
 import io
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from tests.support.image_models import EDGE, IMAGE, PATCH, VOCABULARY, image_model
 
 LETTERS = 'abcdefghijklmnopqrstuvwxyz .:{}[]",0123456789_;<>'
+SQUARE = {"height": EDGE, "width": EDGE}
 END = IMAGE - 1  # the token that ends a turn
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}:{% for part in m.content %}"
@@ -24,42 +26,74 @@ TEMPLATE = (
 )
 
 
-def image_tokenizer() -> tf.PreTrainedTokenizerFast:
-    """A tokenizer whose tokens are single characters, `<end>`, which ends a turn, and `<image>`."""
+def image_tokenizer(*names: str, **attributes: Any) -> tf.PreTrainedTokenizerFast:
+    """A tokenizer whose tokens are single characters, `<end>`, which ends a turn, and `<image>`.
+
+    Args:
+        names: more special tokens.
+        attributes: special tokens that processors look for, by the attribute's name.
+    """
     as_bytes = bytes_to_unicode()
-    words = {as_bytes[ord(letter)]: index for index, letter in enumerate(LETTERS)}
-    words |= {f"<unused{index}>": index for index in range(len(words), END)} | {"<end>": END, "<image>": IMAGE}
+    tokens = [*(as_bytes[ord(letter)] for letter in LETTERS), *names]
+    tokens += [f"<unused{index}>" for index in range(len(tokens), END)]
+    words = {token: index for index, token in enumerate([*tokens, "<end>", "<image>"])}
     made = tokenizers.Tokenizer(tokenizers.models.BPE(words, []))
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer = tf.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>")
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    tokenizer = tf.PreTrainedTokenizerFast(
+        tokenizer_object=made, eos_token="<end>", extra_special_tokens={"image_token": "<image>", **attributes}
+    )
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>", *names]})
     return tokenizer
 
 
-def save_image_model(folder: Path, seed: int = 0) -> Path:
-    """Save the model, its tokenizer and its processor, whose template takes contents as lists of parts alone.
+def save_image_model(folder: Path, name: str = "llava", seed: int = 0) -> Path:
+    """Save a model, its tokenizer and its processor, whose template takes contents as lists of parts alone.
 
     Args:
         folder: where to.
+        name: llava, gemma3 or idefics3.
         seed: seed that the weights are drawn with.
     """
     pytest.importorskip("PIL", reason="the package pillow is not installed")
+    image_model(name, seed, torch.float32).save_pretrained(folder)
+    _PROCESSORS[name]().save_pretrained(folder)
+    assert VOCABULARY == IMAGE + 1
+    return folder
+
+
+def _llava() -> Any:
     from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 
-    image_model("llava", seed, torch.float32).save_pretrained(folder)
-    sizes = {"size": {"height": EDGE, "width": EDGE}, "crop_size": {"height": EDGE, "width": EDGE}}
-    processor = tf.LlavaProcessor(
-        LlavaImageProcessorPil(**sizes),
+    return tf.LlavaProcessor(
+        LlavaImageProcessorPil(size=SQUARE, crop_size=SQUARE),
         image_tokenizer(),
         patch_size=PATCH,
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,  # of the class, which the strategy leaves out
         chat_template=TEMPLATE,
     )
-    processor.save_pretrained(folder)
-    assert VOCABULARY == IMAGE + 1
-    return folder
+
+
+def _gemma3() -> Any:
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    tokenizer = image_tokenizer("<boi>", "<eoi>", boi_token="<boi>", eoi_token="<eoi>")
+    template = TEMPLATE.replace("<image>", "<boi>")
+    images = Gemma3ImageProcessorPil(size=SQUARE)
+    return tf.Gemma3Processor(images, tokenizer, chat_template=template, image_seq_length=4)
+
+
+def _idefics3() -> Any:
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+
+    size = {"longest_edge": EDGE}
+    images = Idefics3ImageProcessorPil(size=size, max_image_size=size, do_image_splitting=False)
+    tokenizer = image_tokenizer("<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
+    return tf.Idefics3Processor(images, tokenizer, image_seq_len=4, chat_template=TEMPLATE)
+
+
+_PROCESSORS = {"llava": _llava, "gemma3": _gemma3, "idefics3": _idefics3}
 
 
 def picture(seed: int, width: int = 12, height: int = 10, kind: str = "PNG") -> bytes:

@@ -80,6 +80,7 @@ def serving(
     reasoning: Any = None,
     images: ImagePrompts | None = None,
     allow_image_urls: bool = False,
+    adapters: tuple[str, ...] = (),
     **limits: Any,
 ) -> Iterator[Running]:
     """A server of this model, with fixed step times unless `decoder` makes another; it ends with the block."""
@@ -114,6 +115,7 @@ def serving(
         reasoning=reasoning_block(tokenizer, reasoning),
         images=images,
         image_urls=ImageUrls(allow_image_urls),
+        adapters=adapters,
     )
     app = build_app(
         served, api_key, max_body_bytes, metrics_key=metrics_key, models_key=models_key, named_keys=named_keys

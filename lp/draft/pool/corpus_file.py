@@ -23,6 +23,7 @@ from lp.errors import UserError
 
 MARK = 0x73757072_6F6331  # of such a file, and of how it is laid out
 MAX_TOKENS = (1 << 31) - 16
+READ_BYTES = 64 << 20  # of a file that is read; a larger one is mapped
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +118,9 @@ def _sorted_rows(tokens: np.ndarray) -> np.ndarray:
 
 
 def read_file(path: str, vocabulary_size: int) -> np.ndarray:
-    """The corpus in a file, memory-mapped and checked whole.
+    """The corpus in a file, checked whole: read, or memory-mapped where it is large.
+
+    What is mapped changes with the file, and ends the process where the file has become shorter.
 
     Args:
         path: names the file.
@@ -128,6 +131,8 @@ def read_file(path: str, vocabulary_size: int) -> np.ndarray:
     """
     remedy = f"write it with {app_command('corpus')} build FOLDER --model MODEL -o FILE"
     file = mapped(path)
+    if file.nbytes <= READ_BYTES:
+        file = np.array(file)
     if not _is_whole(file):
         raise UserError(f"corpus {str(path)!r} is damaged: it is not what was written; {remedy}")
     if file[1] != vocabulary_size:

@@ -7,6 +7,7 @@ has a name end with it.
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -97,7 +98,7 @@ class PoolFactory(SourceFactory):
         if self.config.history is None or info.owner is None:
             return None
         if info.owner not in self._histories:
-            path = file_of(self.config.history, info.owner)
+            path = self._file_of(self.config.history, info.owner)
             self._histories[info.owner] = opened_history(path, info, self._thread)
         return self._histories[info.owner]
 
@@ -138,9 +139,24 @@ class PoolFactory(SourceFactory):
         needed = call.max_length * max(call.step_tokens, LEAST_STEP_TOKENS) * TOKEN_BYTES >> 20
         return min(self.config.pool_mib, 1 + needed)
 
+    def _file_of(self, path: str, owner: str) -> str:
+        """The file of an owner that is opened.
+
+        Raises:
+            ValueError: it is what the config names for something else.
+        """
+        file = file_of(path, owner)
+        for name in ("history", "pool_file"):
+            other = getattr(self.config, name)
+            if owner and other is not None and os.path.realpath(other) == os.path.realpath(file):
+                raise UserError(
+                    f"{file!r} is {name} and the file of the owner {owner!r}, too; give {name} another file"
+                )
+        return file
+
     def _session_tables(self, vocabulary_size: int, owner: str) -> Tables:
         """The tables that a session begins with, read from its file if there is one; a missing folder is refused."""
-        file = self.config.pool_file and file_of(self.config.pool_file, owner)
+        file = self.config.pool_file and self._file_of(self.config.pool_file, owner)
         tables = fresh_tables(self.config, vocabulary_size)
         if file and Path(file).exists():
             load_tables(tables, file, vocabulary_size)
@@ -195,9 +211,13 @@ def _shipped_weights() -> dict[str, np.ndarray]:
 
 
 def save_tables(tables: Tables, path: str) -> None:
-    """Write them to one safetensors file, whole or not at all."""
+    """Write them to one safetensors file, whole or not at all.
+
+    The file has no lock, unlike a history's, which grows: of several decoders that write it, each puts all that it has
+    learned in the place of what was there, and the last one's stays.
+    """
     arrays = {name: np.asarray(values) for name, values in tables._asdict().items()}
-    part = Path(f"{path}.{os.getpid()}.part")
+    part = Path(f"{path}.{threading.get_native_id()}.part")  # which no other thread of the machine has
     try:
         save_file(arrays, part)
         part.replace(path)

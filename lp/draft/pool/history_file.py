@@ -7,6 +7,7 @@ off, at the end alone: the next one to open the file cuts it away.
 
 from __future__ import annotations
 
+import errno
 import os
 import warnings
 from collections.abc import Sequence
@@ -53,9 +54,10 @@ class HistoryFile:
                 _write(self._file, _header(vocabulary_size))
         except OSError as error:
             self.close()
-            raise UserError(
-                f"history {path!r} can't be used ({error}); give a file that can be written, in a folder that is there"
-            ) from None
+            remedy = "give a file that can be written, in a folder that is there"
+            if error.errno == errno.EMFILE:
+                remedy = "each owner's stays open: raise the limit of open files (ulimit -n), or keep fewer owners"
+            raise UserError(f"history {path!r} can't be used ({error}); {remedy}") from None
         except BaseException:
             self.close()
             raise

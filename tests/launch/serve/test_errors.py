@@ -699,15 +699,17 @@ def test_metrics_count(demo_server: Running, http: Any) -> None:
         return {name: float(value) for name, value in lines}
 
     before = values()
-    answer = http.post(COMPLETE, json={"prompt": "import os\n", "max_tokens": 30, "temperature": 0}).json()["usage"]
+    body = http.post(COMPLETE, json={"prompt": "import os\n", "max_tokens": 30, "temperature": 0}).json()
+    answer, drafts = body["usage"], body["metrics"]["speculative_decoding"]
     http.get("/no/such/path")
     after = values()
     grown = {name: after[name] - before.get(name, 0.0) for name in after}
     assert grown["lp_generated_tokens_total"] == 30 and grown["lp_steps_total"] == answer["steps"]
     for name in ("lp_accepted_tokens_total", "vllm:spec_decode_num_accepted_tokens_total"):
         assert grown[name] == answer["accepted_draft_tokens"] > 0
-    for name in ("lp_draft_tokens_total", "vllm:spec_decode_num_draft_tokens_total"):
-        assert grown[name] == answer["draft_tokens"]
+    assert grown["lp_draft_tokens_total"] == answer["draft_tokens"]
+    assert grown["vllm:spec_decode_num_draft_tokens_total"] == drafts["num_draft_tokens"] >= answer["draft_tokens"]
+    assert grown["vllm:spec_decode_num_drafts_total"] == drafts["num_spec_steps"]
     assert grown['lp_texts_total{reason="length"}'] == 1
     assert grown['lp_requests_total{path="/v1/completions",status="200"}'] == 1
     assert grown['lp_requests_total{path="other",status="404"}'] == 1

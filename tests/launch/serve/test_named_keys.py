@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,11 +11,17 @@ from typing import Any
 import pytest
 
 import lp
+from launch.config.schema import ServeConfig
 from launch.serve.named_keys import read_keys
+from launch.serve.opening import check_open_files
 from launch.serve.spec import TextSpec
 from launch.serve.unfinished import UnfinishedRequests
+from lp.draft.pool.corpus import MAX_MATCH
+from lp.draft.pool.history_file import HistoryFile
 from lp.errors import UserError
+from lp.models.loader import vocabulary_size
 from tests.launch.serve.test_infill import infilling_model
+from tests.support.open_files import most_open_files
 from tests.support.serving import STEP_TIMES, serving
 
 for package in ("fastapi", "uvicorn", "prometheus_client", "httpx"):
@@ -71,6 +78,30 @@ def test_what_is_kept_is_the_key_s_own(path: str, tmp_path: Path) -> None:
     assert sizes["history"] == sizes["history.bob"] < sizes["history.ann"]
 
 
+def test_what_is_kept_ends_where_the_answer_does(tmp_path: Path) -> None:
+    """A step may bring tokens behind a stop string, which the client has not got: they are no text of the client's."""
+    model, tokenizer = lp.load("demo")
+    path = tmp_path / "history"
+    build = partial(lp.LookaheadDecoder, model, lp.LookaheadConfig(history=str(path)), step_times=STEP_TIMES)
+    expected = lp.PlainDecoder(model).generate(tokenizer(PROMPT)["input_ids"], 60).tokens
+    text = tokenizer.decode(expected)
+    stops = [text[place : place + 3] for place in range(10, 40, 5)]
+    with serving(model, tokenizer, named_keys=KEYS, decoder=build) as running:
+        http = running.http()
+        asked = ASKED["/v1/completions"] | {"max_tokens": 60}
+        counts = []
+        for stop in stops:
+            answer = http.post("/v1/completions", json=asked | {"stop": stop}, headers=header("a-key")).json()
+            assert answer["choices"][0]["text"] == text[: text.index(stop)]
+            counts.append(answer["usage"]["completion_tokens"])
+    copy = shutil.copyfile(f"{path}.ann", tmp_path / "copy")  # the server's decoder has the file itself
+    file = HistoryFile(str(copy), vocabulary_size(model), 1 << 20)
+    kept = [each.tolist() for each in file.texts()]
+    file.close()
+    prompt = tokenizer(PROMPT)["input_ids"][-MAX_MATCH:]
+    assert kept == [[*prompt, *expected[:count]] for count in counts]
+
+
 def _reused(answer: dict[str, Any]) -> int:
     """Tokens of the prompt that were cached before."""
     if "usage" not in answer:
@@ -118,3 +149,14 @@ def test_a_file_that_is_none_is_refused(text: str, message: str, tmp_path: Path)
     assert "s3cret" not in str(raised.value)
     with pytest.raises(UserError, match=r"can't be read .*; give a file of lines NAME KEY"):
         read_keys(str(tmp_path / "none"))
+
+
+def test_more_owners_than_files_may_be_open() -> None:
+    """Refused before a model is loaded: at the limit no client could connect."""
+    config = ServeConfig()
+    with most_open_files(300):
+        check_open_files(config, 45)
+        config.pool.history = "history"
+        check_open_files(config, 44)
+        with pytest.raises(UserError, match=r"each of 45 owners, and this process may open 300.*\(ulimit -n 301\)"):
+            check_open_files(config, 45)

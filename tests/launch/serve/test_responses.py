@@ -330,11 +330,40 @@ def test_nothing_is_kept(client: Any) -> None:
     assert answer.store is False
     ways = (client.responses.retrieve, client.responses.delete, client.responses.cancel)
     for way in (*ways, client.responses.input_items.list):
-        with pytest.raises(
-            openai.NotFoundError, match=r"there is no response 'resp_.*the server keeps no responses"
-        ) as no:
+        with pytest.raises(openai.NotFoundError, match=rf"no response '{answer.id}'; the server keeps no resp") as no:
             way(answer.id)
         assert no.value.code == "response_not_found"
+
+
+def test_the_prompts_tokens_are_counted(client: Any, caller: Running) -> None:
+    """As many as the answer's usage says, with instructions and tools; what can't be answered is refused here, too."""
+    ways: list[tuple[Any, dict[str, Any]]] = [
+        (client, {}),
+        (client, {"instructions": "a b c"}),
+        (caller.openai(), {"tools": [TOOL]}),
+    ]
+    counts = set()
+    for of, more in ways:
+        asked: dict[str, Any] = {"model": "demo", "input": PROMPT, **more}
+        counted = of.responses.input_tokens.count(**asked)
+        assert counted.object == "response.input_tokens"
+        assert counted.input_tokens == of.responses.create(**asked, max_output_tokens=1).usage.input_tokens
+        counts.add(counted.input_tokens)
+    assert len(counts) == len(ways)
+    for given in ({"input": "a" * 9000}, {"input": "a", "previous_response_id": "resp_1"}):
+        with pytest.raises(openai.BadRequestError):
+            client.responses.input_tokens.count(model="demo", **given)
+
+
+def test_other_paths_are_refused_by_name(client: Any) -> None:
+    """A path of OpenAI's that is no response's name, and one that nobody has, are not answered as if they were one."""
+    with pytest.raises(openai.APIStatusError, match="does not compact items; send fewer of them") as no:
+        client.with_options(max_retries=0).responses.compact(model="demo", input="a")
+    assert (no.value.status_code, no.value.code) == (501, "not_supported")
+    for path in ("/responses/resp_1", "/responses/input_items", "/responses/compact/cancel/a"):
+        with pytest.raises(openai.APIStatusError, match=r"does not take POST|there is no path") as no:
+            client.post(path, body={}, cast_to=object)
+        assert no.value.status_code in (404, 405)
 
 
 @pytest.mark.parametrize(
