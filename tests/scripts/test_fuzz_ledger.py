@@ -62,7 +62,7 @@ def test_pairs_that_no_case_had_are_named(tmp_path: Path) -> None:
 )
 def test_all_pairs_are_drawn() -> None:
     """A feature that `drawn` no longer gives, or a pair that it takes apart again, would be tested by luck alone."""
-    cases = [drawn(0, number, 0.1) for number in range(3000)]
+    cases = [drawn(0, number, 0.25) for number in range(3600)]
     had = [{*features(case)} for case in cases]
     never = [pair for pair in pairs() if not any({*pair} <= each for each in had)]
     assert not never

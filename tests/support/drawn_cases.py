@@ -247,7 +247,12 @@ def _fitting(case: Case, rng: random.Random) -> Case:
 def takes_adapters(case: Case) -> bool:
     """Whether texts of a case may choose LoRA adapters."""
     never = case.images or case.bitwise or case.gpu or case.server >= 0 or case.tp > 1 or kind(case.arch) == "shifting"
-    return not never and bool(linear_layers(tiny_model(case.arch, **case.overrides)))
+    return not never and _has_linear_layers(case.arch)
+
+
+@cache
+def _has_linear_layers(arch: str) -> bool:
+    return bool(linear_layers(tiny_model(arch)))
 
 
 def _with_images(case: Case, rng: random.Random) -> Case:
