@@ -51,8 +51,8 @@ def check_adapters(folders: Mapping[str, str], others: frozenset[str]) -> None:
         start = _config(name, folder).get("init_lora_weights")
         if start not in PLAIN_STARTS:
             raise UserError(
-                f"adapters.{name} has init_lora_weights={start!r}, which changes the model's own weights for all texts; "
-                "save it as plain LoRA (PEFT's path_initial_model_for_weight_conversion)"
+                f"adapters.{name} has init_lora_weights={start!r}, which changes the model's own weights, of all "
+                "texts; save it as plain LoRA (PEFT's path_initial_model_for_weight_conversion)"
             )
 
 
