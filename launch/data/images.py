@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # those that browsers and clients send; of several frames the first one
 MOST_PIXELS = 50_000_000  # of all images of a prompt: 150 MB as bytes
+MOST_RATIO = 100  # of an image's sides: processors as LLaVA's first enlarge the shorter one to some 336 pixels
 
 
 def decoded(data: bytes, name: str, room: int = MOST_PIXELS) -> Image:
@@ -25,7 +26,8 @@ def decoded(data: bytes, name: str, room: int = MOST_PIXELS) -> Image:
         room: pixels that it may have.
 
     Raises:
-        ValueError: it is no image of FORMATS, is broken, or has too many pixels; or pillow is missing.
+        ValueError: it is no image of FORMATS, is broken, too long for its width, or has too many pixels; or pillow is
+            missing.
     """
     if not is_installed("PIL"):
         raise UserError(f"images need pillow; install the extra: {install_command('images')}")
@@ -42,6 +44,10 @@ def decoded(data: bytes, name: str, room: int = MOST_PIXELS) -> Image:
     width, height = image.size
     if width * height > room:
         raise _too_large(name, f"{width} x {height}", room)
+    if max(width, height) > MOST_RATIO * min(width, height):
+        raise UserError(
+            f"{name} is {width} x {height}; its longer side may be {MOST_RATIO} times the other: cut it into several"
+        )
     try:
         return ImageOps.exif_transpose(image).convert("RGB")
     except Exception as error:

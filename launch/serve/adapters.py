@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -12,6 +14,14 @@ from lp.errors import UserError
 from lp.models.adapters import NAME, check_choice
 from lp.optional import is_installed
 
+PLAIN_STARTS = (
+    None,
+    True,
+    False,
+    "gaussian",
+    "eva",
+    "orthogonal",
+)  # of init_lora_weights: others change the model's own
 FILES = ("adapter_config.json", "adapter_model.safetensors")  # of an adapter's folder, as PEFT saves it
 
 
@@ -38,6 +48,23 @@ def check_adapters(folders: Mapping[str, str], others: frozenset[str]) -> None:
                 raise UserError(
                     f"adapters.{name} is {folder!r}, which has no {file}; give a folder that PEFT has saved"
                 )
+        start = _config(name, folder).get("init_lora_weights")
+        if start not in PLAIN_STARTS:
+            raise UserError(
+                f"adapters.{name} has init_lora_weights={start!r}, which changes the model's own weights, of all "
+                "texts; save it as plain LoRA (PEFT's path_initial_model_for_weight_conversion)"
+            )
+
+
+def _config(name: str, folder: str) -> dict[str, Any]:
+    """What the folder's adapter_config.json says."""
+    try:
+        config = json.loads(Path(folder, FILES[0]).read_bytes())
+    except ValueError as error:
+        raise UserError(
+            f"adapters.{name} is {folder!r}, whose {FILES[0]} is no JSON ({error}); save it again"
+        ) from None
+    return config if isinstance(config, dict) else {}
 
 
 def load_adapters(model: PreTrainedModel, folders: Mapping[str, str]) -> None:
@@ -48,8 +75,14 @@ def load_adapters(model: PreTrainedModel, folders: Mapping[str, str]) -> None:
         folders: folder of each, by its name.
 
     Raises:
-        ValueError: an adapter of another model, or one that texts can't choose.
+        ValueError: an adapter of another model, or one that texts can't choose; a model with an adapter of its own,
+            which its texts would lose.
     """
+    if folders and getattr(model, "peft_config", None):
+        raise UserError(
+            "adapters is given, and the model is an adapter's folder itself; name the model that it is of, and give "
+            "this folder by adapters, too"
+        )
     for name, folder in folders.items():
         try:
             info = model.load_adapter(folder, adapter_name=name)

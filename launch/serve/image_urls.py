@@ -28,8 +28,9 @@ AT_ONCE = 8  # requests whose images are fetched
 MOST_REDIRECTS = 3
 REDIRECTS = (301, 302, 303, 307, 308)
 SCHEMES = {"http": 80, "https": 443}  # and their ports
-# Networks that lead to IPv4 addresses: what is behind them is not looked at.
-TRANSLATED = [ipaddress.IPv6Network(each) for each in ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32")]
+# Networks that Python takes for global: those that lead to IPv4 addresses, which are not looked at, and sites' own.
+HIDDEN = ("::/96", "64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32", "fec0::/10")
+NOT_PUBLIC = [ipaddress.IPv6Network(each) for each in HIDDEN]
 
 
 def decoded_images(urls: Sequence[str]) -> list[Image]:
@@ -167,7 +168,7 @@ async def public_address(host: str, port: int) -> str:
     addresses = [str(each[4][0]) for each in found]
     for address in addresses:
         ip = ipaddress.ip_address(address.partition("%")[0])
-        translated = isinstance(ip, ipaddress.IPv6Address) and any(ip in network for network in TRANSLATED)
-        if not ip.is_global or ip.is_multicast or translated:
+        hidden = isinstance(ip, ipaddress.IPv6Address) and any(ip in network for network in NOT_PUBLIC)
+        if not ip.is_global or ip.is_multicast or hidden:
             raise UserError(f"{host[:SHOWN]!r} is at {address}, which is no public address")
     return addresses[0]

@@ -230,11 +230,13 @@ def check_open_files(config: AnsweringConfig, owners: int) -> None:
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if config.pool.history is None or most == resource.RLIM_INFINITY:
         return
-    if owners + SPARE_FILES > most:
+    needed = owners * (1 + len(config.adapters)) + SPARE_FILES
+    if needed > most:
+        others = f" and of their {len(config.adapters)} adapters" if config.adapters else ""
         raise UserError(
-            f"pool.history keeps a file open for each of {owners} owners, and this process may open {most}, of which "
-            f"{SPARE_FILES} are for clients; raise the limit (ulimit -n {owners + SPARE_FILES}), name fewer keys in "
-            "api_keys, or set pool.history=null"
+            f"pool.history keeps a file open for each of {owners} owners{others}, and this process may open {most}, of "
+            f"which {SPARE_FILES} are for clients; raise the limit (ulimit -n {needed}), name fewer keys in api_keys, "
+            "or set pool.history=null"
         )
 
 

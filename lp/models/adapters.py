@@ -119,16 +119,25 @@ def check_choice(model: nn.Module, name: object) -> None:
         raise UserError(f"adapter is {name!r}; load it under a name of up to 64 ASCII letters, digits, '_' and '-'")
     found = False
     for path, module in model.named_modules():
-        if not _has(module, name):
-            continue
-        if (why := _obstacle(path, module, name)) is not None:
-            raise UserError(
-                f"adapter {name!r} cannot be chosen by a text: {path} {why}; texts can choose LoRA of the linear "
-                "layers of attention and MLPs: set this one active on the model instead, for all texts"
-            )
-        found = True
+        for own in sorted({name, *_active(module)}):
+            if not _has(module, own):
+                continue
+            if (why := _obstacle(path, module, own)) is not None:
+                raise UserError(
+                    f"adapter {own!r} cannot be chosen by a text: {path} {why}; texts can choose LoRA of the linear "
+                    "layers of attention and MLPs: set this one active on the model instead, for all texts"
+                    if own == name
+                    else f"adapter {name!r} cannot be chosen by a text while {own!r} is active on the model: {path} "
+                    f"{why}, for the rows of all texts; call model.disable_adapters() first"
+                )
+            found |= own == name
     if not found:
         raise UserError(f"adapter {name!r} changes no layer of the model")
+
+
+def _active(module: Any) -> Sequence[str]:
+    """Names of the adapters that a module applies to all rows."""
+    return () if getattr(module, "disable_adapters", True) is not False else module.active_adapters
 
 
 def _has(module: nn.Module, name: str) -> bool:

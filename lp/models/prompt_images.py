@@ -73,14 +73,15 @@ class PromptImages:
 
         Raises:
             TypeError: a name that the model's `forward` does not take.
-            ValueError: a model that is not known to be exact with images, a mask with zeros, no place for an image in
-                the prompt, or an image at its very end.
+            ValueError: a model that is not known to be exact with images, a mask with zeros, positions of a text that
+                are not its places, no place for an image in the prompt, or an image at its very end.
         """
         _check_mask(given.get("attention_mask"), len(prompt))
         inputs = inputs_of_images(given)
         if unknown := names_not_taken(model, inputs):
             raise TypeError(f"generate() got an unexpected keyword argument {unknown[0]!r}")
         if not inputs:
+            _check_positions(given.get("position_ids"), len(prompt))
             return None
         types = {name: np.ravel(_array(inputs[name])) for name in TOKEN_TYPES if name in inputs}
         if (kind := model.config.model_type) not in EXACT:
@@ -190,6 +191,12 @@ def _check_mask(mask: Any, length: int) -> None:
             f"attention_mask has {len(values)} values, of which {int((values != 0).sum())} are not 0, for a prompt of "
             f"{length} tokens; generate takes one prompt without padding: leave the mask out"
         )
+
+
+def _check_positions(positions: Any, length: int) -> None:
+    """Refuse positions of a prompt without images that are not its tokens' places."""
+    if positions is not None and np.ravel(_array(positions)).tolist() != [*range(length)]:
+        raise UserError(f"position_ids are not 0 to {length - 1}, where lp counts from the first token; leave them out")
 
 
 def _image_places(config: Any, prompt: Sequence[int], types: Sequence[np.ndarray]) -> np.ndarray:

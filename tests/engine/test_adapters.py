@@ -22,6 +22,12 @@ FIXED = lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=6)
 NEW = 24
 ARCHS = ["llama", "mistral_sliding", "qwen2", "qwen3", "gemma3", "phi3", "gpt_neox", "olmo2", "granite", "qwen3_5"]
 IDS = drawn_text(random.Random(2), 20)
+KINDS = [
+    ({"use_dora": True}, "DoraLinearVariant"),
+    ({"target_modules": ["embed_tokens"]}, "Embedding"),
+    ({"target_modules": ["q_proj", "lm_head"]}, "lm_head gets other rows than the tokens of a pass"),
+    ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, "lm_head is a"),
+]
 
 
 def adapted(arch: str = "llama", names: tuple[str, ...] = NAMES, **fields: Any) -> Any:
@@ -154,15 +160,31 @@ def test_what_is_refused() -> None:
         lp.LookaheadDecoder(seeing, FIXED).generate(**image_prompt("llava"), adapter="red")
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"use_dora": True}, "DoraLinearVariant"),
-        ({"target_modules": ["embed_tokens"]}, "Embedding"),
-        ({"target_modules": ["q_proj", "lm_head"]}, "lm_head gets other rows than the tokens of a pass"),
-        ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, "lm_head is a"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "message"), KINDS[:3])  # beside modules_to_save PEFT itself activates no other
+def test_beside_an_active_adapter_of_another_kind_none_can_be_chosen(fields: dict[str, Any], message: str) -> None:
+    """It reached the rows of all texts, those that had chosen another; DoRA was added as plain LoRA."""
+    model = adapted(names=("red",))
+    add_adapters(model, 9, ("other",), **{"target_modules": ["q_proj"]} | fields)
+    decoder = lp.LookaheadDecoder(model, FIXED)
+    assert decoder.generate(IDS, NEW, adapter="red").tokens == texts(model, names=("red",))["red"]
+    with active(model, "other"), pytest.raises(ValueError, match=f"while 'other' is active on the model: .*{message}"):
+        decoder.generate(IDS, NEW, adapter="red")
+
+
+def test_an_adapter_that_is_deleted_while_its_text_waits() -> None:
+    """The text was the base model's, without a word."""
+    model = adapted(names=("red", "blue"))
+    expected = texts(model, names=("blue",))["blue"]
+    with Engine(lp.LookaheadDecoder(model, FIXED), 2, 1500) as engine:
+        gone, there = engine.submit(IDS, NEW, adapter="red"), engine.submit(IDS, NEW, adapter="blue")
+        model.delete_adapter("red")
+        engine.run()
+        with pytest.raises(ValueError, match="adapter is 'red'; the model has blue"):
+            gone.result()
+        assert there.result().tokens == expected
+
+
+@pytest.mark.parametrize(("fields", "message"), KINDS)
 def test_adapters_of_other_kinds_are_refused(fields: dict[str, Any], message: str) -> None:
     """Active on the model they are exact (tests/models/test_adapters.py); rows of one text alone can't have them."""
     model = adapted(names=("red",), **fields)

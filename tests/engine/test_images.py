@@ -186,6 +186,8 @@ def test_what_is_refused() -> None:
         decoder.generate(**inputs, pixels=1)
     with pytest.raises(ValueError, match=rf"attention_mask has {length} values, of which {length - 1} are not 0"):
         decoder.generate(**inputs | {"attention_mask": (torch.arange(length) > 0).long()[None]})
+    with pytest.raises(ValueError, match="position_ids are not 0 to 2"):
+        decoder.generate([1, 2, 3], position_ids=torch.tensor([[0, 1, 5]]))
     with pytest.raises(ValueError, match="no token of the prompt holds an image's place"):
         decoder.generate([1, 2, 3], pixel_values=inputs["pixel_values"])
     with pytest.raises(ValueError, match=f"token_type_ids has 3 values for a prompt of {length} tokens"):

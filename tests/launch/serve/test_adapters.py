@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import random
 import shutil
 from collections.abc import Iterator
@@ -165,3 +166,16 @@ def test_an_adapter_of_another_model_is_refused(folders: dict[str, str]) -> None
     save_adapter(smaller, target, 1)
     with pytest.raises(ValueError, match=r"adapters.red"):
         load_adapters(larger, {"red": str(target)})
+
+
+def test_what_would_change_the_models_own_texts_is_refused(folders: dict[str, str], tmp_path: Path) -> None:
+    """PiSSA took its part out of the model's weights; a model that is an adapter's folder lost its adapter."""
+    shutil.copytree(folders["red"], tmp_path / "red")
+    config = tmp_path / "red" / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"init_lora_weights": "pissa_niter_4"}))
+    with pytest.raises(ValueError, match="init_lora_weights='pissa_niter_4', which changes the model's own weights"):
+        check_adapters({"red": str(tmp_path / "red")}, frozenset())
+    model = tiny_model("llama")
+    model.add_adapter(peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match="the model is an adapter's folder itself"):
+        load_adapters(model, {"red": folders["red"]})

@@ -264,6 +264,10 @@ BAD: list[tuple[list[dict[str, Any]], str]] = [
     ),
     (user(png_of(20000, 20000), "a"), "image 1 has far more pixels; the images of a prompt may have 50000000"),
     (
+        user(png_of(1, 4000), "a"),
+        "image 1 is 1 x 4000; its longer side may be 100 times the other: cut it into several",
+    ),
+    (
         user(picture(1), png_of(8000, 6250), "a"),
         "50000000 together, and those before it leave 49999880: send it smaller",
     ),
@@ -433,6 +437,7 @@ def test_a_server_that_may_fetches(site: str, server: Running, folder: Path) -> 
     [
         "127.0.0.1", "10.1.2.3", "192.168.0.1", "172.16.0.1", "169.254.169.254", "100.64.0.1", "0.0.0.0", "224.0.0.1",
         "::1", "::", "fe80::1", "fc00::1", "::ffff:127.0.0.1", "64:ff9b::7f00:1", "2002:7f00:1::", "ff02::1",
+        "::127.0.0.1", "fec0::1",
     ],
 )  # fmt: skip
 def test_private_addresses_are_refused(host: str) -> None:

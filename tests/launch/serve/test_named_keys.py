@@ -160,3 +160,7 @@ def test_more_owners_than_files_may_be_open() -> None:
         check_open_files(config, 44)
         with pytest.raises(UserError, match=r"each of 45 owners, and this process may open 300.*\(ulimit -n 301\)"):
             check_open_files(config, 45)
+        config.adapters = {"red": "red", "blue": "blue"}  # each owner has a history of each
+        check_open_files(config, 14)
+        with pytest.raises(UserError, match=r"15 owners and of their 2 adapters, .*\(ulimit -n 301\)"):
+            check_open_files(config, 15)
