@@ -14,14 +14,8 @@ from lp.errors import UserError
 from lp.models.adapters import NAME, check_choice
 from lp.optional import is_installed
 
-PLAIN_STARTS = (
-    None,
-    True,
-    False,
-    "gaussian",
-    "eva",
-    "orthogonal",
-)  # of init_lora_weights: others change the model's own
+# Of init_lora_weights: others change the model's own weights.
+PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 FILES = ("adapter_config.json", "adapter_model.safetensors")  # of an adapter's folder, as PEFT saves it
 
 
@@ -89,9 +83,8 @@ def load_adapters(model: PreTrainedModel, folders: Mapping[str, str]) -> None:
         except Exception as error:  # nothing of ours runs in there
             line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
             raise UserError(f"adapters.{name} ({folder}) can't be loaded into this model: {line.strip()}") from error
-        missing = {
-            key for key in getattr(info, "missing_keys", ()) if f".{name}." in key
-        }  # it names other adapters' too
+        absent = getattr(info, "missing_keys", ())  # other adapters' too
+        missing = {key for key in absent if f".{name}." in key}
         wrong = sorted({*missing, *getattr(info, "unexpected_keys", ())})
         if wrong:
             raise UserError(
