@@ -77,7 +77,10 @@ def load_adapters(model: PreTrainedModel, folders: Mapping[str, str]) -> None:
             "adapters is given, and the model is an adapter's folder itself; name the model that it is of, and give "
             "this folder by adapters, too"
         )
+    parts = {part for path, _ in model.named_modules() for part in path.split(".")}
     for name, folder in folders.items():
+        if name in parts:
+            raise UserError(f"adapters has {name!r}, which is a part of the model's names of layers; give another name")
         try:
             info = model.load_adapter(folder, adapter_name=name)
         except Exception as error:  # nothing of ours runs in there

@@ -99,9 +99,11 @@ def calls_of_batch(
     news = _one_each("max_new_tokens", max_new_tokens, len(inputs))
     samplings = _one_each("sampling", sampling, len(inputs))
     options = {name: [*value] if isinstance(value, Iterator) else value for name, value in options.items()}
-    calls = []
+    calls: list[dict[str, Any]] = []
     for index, (prompt, new, own) in enumerate(zip(inputs, news, samplings, strict=True)):
         given = {**prompt} if isinstance(prompt, Mapping) and "input_ids" in prompt else {"input_ids": prompt}
+        if others := sorted({"max_new_tokens", "sampling", "sequence", "on_tokens", *options} & given.keys()):
+            raise UserError(f"prompt {len(calls)} has {others[0]!r}; give it beside the prompts, not among them")
         call = {**options, **given, "max_new_tokens": new, "sampling": own, "sequence": first + index}
         if on_tokens is not None:
             call["on_tokens"] = partial(on_tokens, index)

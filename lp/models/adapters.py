@@ -74,10 +74,9 @@ class AdapterRows(threading.local):
             raise RuntimeError(f"a LoRA layer got {x.shape[-2]} rows in a pass of {self.num_rows}")
         result: torch.Tensor = layer.base_layer(x, *args, **kwargs)
         if self.others is not None and not layer.disable_adapters and not layer.merged:
-            for name in layer.active_adapters:
-                _add(layer, name, x, result, self.others)
+            _add(layer, layer.active_adapters, x, result, self.others)
         for name, rows in self.groups:
-            _add(layer, name, x, result, rows)
+            _add(layer, [name], x, result, rows)
         return result
 
 
@@ -88,14 +87,17 @@ def _rows(rows: list[int], device: torch.device) -> Rows:
     return torch.tensor(rows, device=device)
 
 
-def _add(layer: Any, name: str, x: torch.Tensor, result: torch.Tensor, rows: Rows) -> None:
-    """Add to some rows of the result what an adapter adds there: PEFT's sum, in PEFT's order."""
-    if name not in layer.lora_A:
+def _add(layer: Any, names: Sequence[str], x: torch.Tensor, result: torch.Tensor, rows: Rows) -> None:
+    """Add to some rows of the result what adapters add there: PEFT's sum, in PEFT's order, rounded once."""
+    names = [name for name in names if name in layer.lora_A]
+    if not names:
         return
-    down = layer.lora_A[name]
-    own = layer._cast_input_dtype(x[..., rows, :], down.weight.dtype)
-    delta = layer.lora_B[name](down(own)) * layer.scaling[name]
-    result[..., rows, :] = (result[..., rows, :] + delta).to(result.dtype)
+    own, sums = x[..., rows, :], result[..., rows, :]
+    for name in names:
+        down = layer.lora_A[name]
+        own = layer._cast_input_dtype(own, down.weight.dtype)
+        sums = sums + layer.lora_B[name](down(own)) * layer.scaling[name]
+    result[..., rows, :] = sums.to(result.dtype)
 
 
 def check_choice(model: nn.Module, name: object) -> None:

@@ -83,6 +83,7 @@ class PromptImages:
         if not inputs:
             _check_positions(given.get("position_ids"), len(prompt))
             return None
+        _check_inputs(inputs, model.config.model_type)
         types = {name: np.ravel(_array(inputs[name])) for name in TOKEN_TYPES if name in inputs}
         if (kind := model.config.model_type) not in EXACT:
             raise UserError(
@@ -100,7 +101,6 @@ class PromptImages:
             )
         if is_image[-1]:
             raise UserError("the prompt ends with an image; put some text behind it, such as the chat template's")
-        inputs = {name: _on(value, model.device) for name, value in inputs.items()}
         positions = given.get("position_ids")
         return cls(inputs, is_image, _positions(model, prompt, inputs) if positions is None else positions)
 
@@ -122,7 +122,9 @@ class PromptImages:
         """16 bytes that differ where the content does."""
         hasher = hashlib.blake2b(digest_size=16)
         own = {name: value for name, value in self.inputs.items() if name not in TOKEN_TYPES}  # as long as the prompt
-        for part in _parts(own):
+        places = self.is_image[: self.end].tobytes()
+        positions = None if self.positions is None else self.positions[..., : self.end]
+        for part in (places, *_parts(positions), *_parts(own)):
             if isinstance(part, bytes):
                 hasher.update(part)
             else:
@@ -152,8 +154,9 @@ class PromptImages:
             cache: empty.
         """
         end = self.end
-        whole = {name: value for name, value in self.inputs.items() if name not in TOKEN_TYPES}
-        types = {name: self.inputs[name][..., :end] for name in TOKEN_TYPES if name in self.inputs}
+        inputs = _on(self.inputs, model.device)  # not before: a text may wait for long
+        whole = {name: value for name, value in inputs.items() if name not in TOKEN_TYPES}
+        types = {name: inputs[name][..., :end] for name in TOKEN_TYPES if name in inputs}
         if self.positions is not None:
             types["position_ids"] = self.positions[..., :end]
         ids = torch.tensor([prompt[:end]], device=model.device)
@@ -179,6 +182,24 @@ def inputs_of_images(given: Mapping[str, Any]) -> dict[str, Any]:
 def names_not_taken(model: PreTrainedModel, inputs: Mapping[str, Any]) -> list[str]:
     """Names of inputs that the model's `forward` does not take, or that are no images; in their order."""
     return sorted(inputs.keys() - (inspect.signature(model.forward).parameters.keys() - NOT_INPUTS))
+
+
+def _check_inputs(inputs: Mapping[str, Any], kind: str) -> None:
+    """Refuse what is no tensor, and what no run has shown to be exact.
+
+    Args:
+        inputs: what the model is to be given besides the tokens.
+        kind: the model's type.
+    """
+    for name, value in inputs.items():
+        if any(medium in name for medium in ("video", "audio", "input_features")):
+            raise UserError(
+                f"{name} is given, and of {kind!r} only images are known to be exact: use generate as it is, or leave "
+                "it out"
+            )
+        parts = value if isinstance(value, list | tuple) and name not in TOKEN_TYPES else [value]
+        if not all(isinstance(part, torch.Tensor | np.ndarray | Mapping) for part in parts):
+            raise UserError(f'{name} is a {type(value).__name__}; call the processor with return_tensors="pt"')
 
 
 def _check_mask(mask: Any, length: int) -> None:
@@ -214,7 +235,8 @@ def _positions(model: PreTrainedModel, prompt: Sequence[int], inputs: Mapping[st
         return None
     ids = torch.tensor([prompt], device=model.device)
     with torch.inference_mode():
-        positions: torch.Tensor = model._prepare_position_ids_for_generation(ids, {"input_ids": ids, **inputs})
+        given = {"input_ids": ids, **_on(inputs, model.device)}
+        positions: torch.Tensor = model._prepare_position_ids_for_generation(ids, given)
     return positions
 
 
@@ -236,7 +258,9 @@ def _array(value: Any) -> np.ndarray:
 
 
 def _on(value: Any, device: torch.device) -> Any:
-    """A processor's field on the model's device."""
+    """A processor's output, or one of its fields, on the model's device."""
+    if type(value) is dict:
+        return {name: _on(part, device) for name, part in value.items()}
     if isinstance(value, torch.Tensor):
         return value.to(device)
     if isinstance(value, np.ndarray):

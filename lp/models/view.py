@@ -30,8 +30,8 @@ class ModelView:
     """Copies the modules that know the config or other ranks, and those that contain them; shares all others, weights
     and hooks.
 
-    Linear layers, adapters and quantised weights are mostly shared as they are. Weights that are changed in place,
-    adapters that are switched and hooks that are added are seen at once; other changes by `follow`. What torch.compile
+    Linear layers and quantised weights are mostly shared as they are. Weights that are changed in place and hooks that
+    are added are seen at once; other changes, as of the adapters that are active, by `follow`. What torch.compile
     made of a copied module or its `forward` is left out, for it runs the original.
 
     Args:

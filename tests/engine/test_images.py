@@ -10,7 +10,7 @@ import torch
 
 import lp
 from lp.engine.engine import Engine
-from lp.models.prompt_images import EXACT
+from lp.models.prompt_images import EXACT, PromptImages
 from lp.parallel.context import ParallelContext
 from lp.parallel.thread_ranks import run_lockstep
 from tests.conftest import some_of
@@ -217,3 +217,30 @@ def test_frequencies_that_change_with_the_length_are_refused() -> None:
     model = image_model("llava", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 8.0})
     with pytest.raises(ValueError, match="'llava' changes its rotary frequencies with the length"):
         lp.LookaheadDecoder(model, FIXED).generate(**image_prompt("llava", 1, 1))
+
+
+def test_what_no_run_has_shown_to_be_exact_is_refused() -> None:
+    """Videos, and the lists of a processor that was not asked for tensors."""
+    model, inputs = image_model("qwen2_5_vl"), image_prompt("qwen2_5_vl", 1, 1)
+    decoder = lp.LookaheadDecoder(model, FIXED)
+    with pytest.raises(ValueError, match="pixel_values_videos is given, and of 'qwen2_5_vl' only images"):
+        decoder.generate(**inputs, pixel_values_videos=inputs["pixel_values"])
+    with pytest.raises(ValueError, match="image_grid_thw is a list; call the processor with return_tensors"):
+        decoder.generate(**inputs | {"image_grid_thw": inputs["image_grid_thw"].tolist()})
+    with pytest.raises(ValueError, match="prompt 0 has 'max_new_tokens'; give it beside the prompts"):
+        decoder.generate_batch([inputs | {"max_new_tokens": 3}])
+
+
+def test_the_same_pixels_elsewhere_are_another_text() -> None:
+    """Positions that a caller gives, as transformers' `generate` does, are a part of what is cached."""
+    model, inputs = image_model("qwen2_5_vl"), image_prompt("qwen2_5_vl", 1, 1, behind=30)
+    positions = PromptImages.of(model, inputs["input_ids"][0].tolist(), inputs | {"input_ids": None}).positions
+    assert positions is not None
+    with Engine(lp.LookaheadDecoder(model, FIXED), 2, 2000) as engine:
+        handles = []
+        for shift in (0, 2, 0):
+            handles.append(engine.submit(**inputs, position_ids=positions + shift, max_new_tokens=NEW))
+            engine.run()
+        outputs = [handle.result() for handle in handles]
+    assert outputs[0].tokens == outputs[2].tokens == generated(model, inputs, NEW)
+    assert outputs[1].reused == 0 and outputs[2].reused > 0
