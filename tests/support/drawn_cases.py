@@ -19,10 +19,11 @@ from transformers import LogitsProcessor
 
 import lp
 from lp.attention.flash import SHORT
+from lp.models.adapters import check_choice
 from lp.models.recurrent_layers import MODEL_TYPES
 from lp.models.support import check_supported
 from lp.models.tensor_parallel import STYLES
-from tests.support.adapted import linear_layers
+from tests.support.adapted import NAMES, add_adapters, linear_layers
 from tests.support.image_models import IMAGE_MODELS, image_prompt
 from tests.support.image_models import VOCABULARY as IMAGE_VOCABULARY
 from tests.support.pools import drawn_switches
@@ -252,7 +253,16 @@ def takes_adapters(case: Case) -> bool:
 
 @cache
 def _has_linear_layers(arch: str) -> bool:
-    return bool(linear_layers(tiny_model(arch)))
+    """Whether PEFT's adapters of an architecture are LoRA of linear layers alone, and not of experts too."""
+    model = tiny_model(arch)
+    if not linear_layers(model):
+        return False
+    add_adapters(model, names=NAMES[:1])
+    try:
+        check_choice(model, NAMES[0])
+    except ValueError:
+        return False
+    return True
 
 
 def _with_images(case: Case, rng: random.Random) -> Case:
