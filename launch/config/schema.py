@@ -446,7 +446,7 @@ class AnsweringConfig(Common):
             the first; '*' among them takes any name. null: its own name, or the last part of it; of a snapshot's folder
             in the hub's cache, ORG/NAME.
         adapters: folders of LoRA adapters that PEFT has saved, by name, as in adapters='{sql: /models/sql}': requests
-            have each as a model of this name.
+            have each as a model of this name. null: there are none.
         chat_template: a file with a chat template (Jinja), in place of the model's own.
         max_sequences: texts that take steps together; further ones wait.
         cache_tokens: cache slots for all texts; null: half of the free memory, or what the longest texts need.
@@ -469,7 +469,7 @@ class AnsweringConfig(Common):
     seed: int | None = None
     api_key: str | None = field(default=II("oc.env:LP_API_KEY,null"), repr=False)  # not in a traceback or a log
     served_name: Any = None  # text, a list of text, or null
-    adapters: dict[str, str] = field(default_factory=dict)
+    adapters: Any = None  # texts by name, or null
     chat_template: str | None = None
     max_sequences: int = 8
     cache_tokens: int | None = None

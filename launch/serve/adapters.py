@@ -19,6 +19,19 @@ PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 FILES = ("adapter_config.json", "adapter_model.safetensors")  # of an adapter's folder, as PEFT saves it
 
 
+def adapter_folders(given: object) -> dict[str, str]:
+    """Folders of adapters by name, of the key adapters; none for null.
+
+    Raises:
+        ValueError: something else.
+    """
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or not all(isinstance(text, str) for pair in given.items() for text in pair):
+        raise UserError(f"adapters is {given!r}; give a folder by name, as in adapters='{{sql: /models/sql}}', or null")
+    return dict(given)
+
+
 def check_adapters(folders: Mapping[str, str], others: frozenset[str]) -> None:
     """Refuse adapters that can't be loaded, before the model is, which takes long.
 

@@ -34,7 +34,7 @@ from ..data.prompts import read_text
 from ..running.once import rank
 from ..running.session import check_common, open_model, say_how_it_runs
 from ..text.image_prompts import ImagePrompts
-from .adapters import check_adapters, load_adapters
+from .adapters import adapter_folders, check_adapters, load_adapters
 from .engine_loop import EngineLoop
 from .fim import FimFormat, FimPrompts, fim_format, given_format
 from .grammars import Grammars
@@ -70,7 +70,13 @@ def check_answering(config: AnsweringConfig) -> None:
     check_common(config)
     if config.decoder.name == ORACLE:
         raise UserError(f"decoder={ORACLE} computes one text at a time; take decoder={PLAIN} instead")
-    check_adapters(dict(config.adapters), ModelNames.of(config.model.name, served_names(config.served_name)).known)
+    adapters = adapter_folders(config.adapters)
+    if adapters and config.parallel.tp > 1:
+        raise UserError(
+            f"adapters is given with parallel.tp={config.parallel.tp}; ranks that divide a model have no adapters: use "
+            "parallel.tp=1"
+        )
+    check_adapters(adapters, ModelNames.of(config.model.name, served_names(config.served_name)).known)
     reasoning_names(config.reasoning)
     check_int("max_sequences", config.max_sequences, 1, MOST_SEQUENCES, "try 8")
     check_int("max_body_bytes", config.max_body_bytes, 1, float("inf"), "try 4194304")
@@ -173,7 +179,7 @@ class Opened:
             fim=FimPrompts(tokenizer, fim) if fim else None,
             reasoning=reasoning_block(tokenizer, config.reasoning),
             images=self.images,
-            adapters=tuple(config.adapters),
+            adapters=tuple(adapter_folders(config.adapters)),
             image_urls=ImageUrls(allow_image_urls),
         )
 
@@ -191,7 +197,7 @@ def open_engine(config: AnsweringConfig, settings: Settings, owners: Sequence[st
     check_open_files(config, len(owners))
     context, loaded = open_model(config)
     say_how_it_runs(context, loaded)
-    load_adapters(loaded.model, dict(config.adapters))
+    load_adapters(loaded.model, adapter_folders(config.adapters))
     images = None
     if context.is_main:
         images = ImagePrompts.of(config.model.name, loaded.model, loaded.tokenizer, config.model.trust_remote_code)
@@ -230,9 +236,10 @@ def check_open_files(config: AnsweringConfig, owners: int) -> None:
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if config.pool.history is None or most == resource.RLIM_INFINITY:
         return
-    needed = owners * (1 + len(config.adapters)) + SPARE_FILES
+    adapters = len(adapter_folders(config.adapters))
+    needed = owners * (1 + adapters) + SPARE_FILES
     if needed > most:
-        others = f" and of their {len(config.adapters)} adapters" if config.adapters else ""
+        others = f" and of their {adapters} adapters" if adapters else ""
         raise UserError(
             f"pool.history keeps a file open for each of {owners} owners{others}, and this process may open {most}, of "
             f"which {SPARE_FILES} are for clients; raise the limit (ulimit -n {needed}), name fewer keys in api_keys, "

@@ -23,8 +23,12 @@ for package in ("fastapi", "uvicorn", "prometheus_client", "httpx", "openai", "P
     pytest.importorskip(package, reason="the extras `serve`, `images` and `adapters` are not installed")
 import openai  # noqa: E402
 import peft  # noqa: E402
+from hydra import compose, initialize_config_dir  # noqa: E402
 
+from launch.config.schema import register, settings  # noqa: E402
+from launch.running.hydra_app import CONF  # noqa: E402
 from launch.serve.adapters import check_adapters, load_adapters  # noqa: E402
+from launch.serve.opening import check_answering  # noqa: E402
 from launch.text.image_prompts import ImagePrompts  # noqa: E402
 
 NEW = 24
@@ -179,3 +183,12 @@ def test_what_would_change_the_models_own_texts_is_refused(folders: dict[str, st
     model.add_adapter(peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"]))
     with pytest.raises(ValueError, match="the model is an adapter's folder itself"):
         load_adapters(model, {"red": folders["red"]})
+
+
+def test_ranks_that_divide_a_model_have_none(folders: dict[str, str]) -> None:
+    """Each holds a part of a layer, and an adapter's file the whole of it."""
+    register()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = settings(compose("serve", [f"adapters={{red: {folders['red']}}}", "parallel.tp=2"]))
+    with pytest.raises(ValueError, match=r"adapters is given with parallel\.tp=2"):
+        check_answering(config)
