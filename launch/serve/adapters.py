@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from lp.commands import install_command
 from lp.errors import UserError
 from lp.models.adapters import NAME, check_choice
+from lp.models.loader import without_report
 from lp.optional import is_installed
 
 # Of init_lora_weights: others change the model's own weights.
@@ -95,7 +96,8 @@ def load_adapters(model: PreTrainedModel, folders: Mapping[str, str]) -> None:
         if name in parts:
             raise UserError(f"adapters has {name!r}, which is a part of the model's names of layers; give another name")
         try:
-            info = model.load_adapter(folder, adapter_name=name)
+            with without_report():  # which names all other adapters' weights as missing
+                info = model.load_adapter(folder, adapter_name=name)
         except Exception as error:  # nothing of ours runs in there
             line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
             raise UserError(f"adapters.{name} ({folder}) can't be loaded into this model: {line.strip()}") from error

@@ -298,7 +298,7 @@ def hub_answers() -> bool:
 def _model(source: Checkpoint, config: Any, kwargs: dict[str, Any]) -> PreTrainedModel:
     shown = source.shown
     try:
-        with _without_report():
+        with without_report():
             model, info = auto_class(config).from_pretrained(
                 source.place,
                 config=config,
@@ -365,18 +365,20 @@ def _pickled(source: str) -> str:
 
 
 @contextmanager
-def _without_report() -> Iterator[None]:
+def without_report() -> Iterator[None]:
     """transformers logs a table of keys that do not fit; the loader reports what matters of it in one line."""
 
     def is_no_report(record: logging.LogRecord) -> bool:
         return "LOAD REPORT" not in record.getMessage()
 
-    reporter = logging.getLogger("transformers.modeling_utils")
-    reporter.addFilter(is_no_report)
+    reporters = [logging.getLogger(f"transformers.{name}") for name in ("modeling_utils", "integrations.peft")]
+    for reporter in reporters:
+        reporter.addFilter(is_no_report)
     try:
         yield
     finally:
-        reporter.removeFilter(is_no_report)
+        for reporter in reporters:
+            reporter.removeFilter(is_no_report)
 
 
 def _first_line(error: BaseException) -> str:
