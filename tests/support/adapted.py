@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lp.models.adapters import OTHER_ROWS
+from tests.support.peft_releases import skip_without_peft
 
 NAMES = ("red", "green", "blue")
 
@@ -30,7 +31,10 @@ def add_adapters(model: Any, seed: int = 7, names: tuple[str, ...] = NAMES, **fi
         seed: seed that the adapters are drawn with.
         names: what they are called.
         fields: fields of LoraConfig.
+
+    A test is skipped where transformers refuses the PEFT that is installed.
     """
+    skip_without_peft()
     dtype = model.dtype
     settings: dict[str, Any] = {"lora_alpha": 16, "init_lora_weights": False, "target_modules": linear_layers(model)}
     torch.manual_seed(seed)

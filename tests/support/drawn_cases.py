@@ -13,9 +13,12 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from typing import Any, Literal
 
+import peft
 import torch
 import transformers as tf
+from packaging.version import Version
 from transformers import LogitsProcessor
+from transformers.integrations.peft import MIN_PEFT_VERSION
 
 import lp
 from lp.attention.flash import SHORT
@@ -255,7 +258,7 @@ def takes_adapters(case: Case) -> bool:
 def _has_linear_layers(arch: str) -> bool:
     """Whether PEFT's adapters of an architecture are LoRA of linear layers alone, and not of experts too."""
     model = tiny_model(arch)
-    if not linear_layers(model):
+    if not linear_layers(model) or Version(peft.__version__) < Version(MIN_PEFT_VERSION):
         return False
     add_adapters(model, names=NAMES[:1])
     try:

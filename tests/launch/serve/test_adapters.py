@@ -16,6 +16,7 @@ import pytest
 import lp
 from tests.support.adapted import NAMES, linear_layers
 from tests.support.image_folders import data_url, picture, save_image_model
+from tests.support.peft_releases import skip_without_peft
 from tests.support.serving import Running, serving
 from tests.support.tiny_models import tiny_model
 
@@ -51,6 +52,7 @@ def save_adapter(model: Any, folder: Path, seed: int) -> str:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The tiny LLaVA, under "", and adapters of it."""
+    skip_without_peft()
     root = tmp_path_factory.mktemp("adapters")
     save_image_model(root / "model")
     model = lp.load(root / "model", dtype="float64").model
