@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from lp.commands import install_command
 from lp.errors import UserError
-from lp.models.adapters import NAME, check_choice
+from lp.models.adapters import NAME, check_text_adapter
 from lp.models.loader import without_report
 from lp.optional import is_installed
 
@@ -108,6 +108,6 @@ def load_adapters(model: PreTrainedModel, folders: Mapping[str, str]) -> None:
             raise UserError(
                 f"adapters.{name} ({folder}) is of another model: {wrong[0]} (of {len(wrong)}) does not belong together"
             )
-        check_choice(model, name)
+        check_text_adapter(model, name)
     if folders:
         model.disable_adapters()

@@ -742,7 +742,7 @@ class LlamaCpp(Generated):
 
     REFUSED = {
         **Generated.REFUSED,
-        **dict.fromkeys(("image_data", "multimodal_data"), "this model takes text alone"),
+        **dict.fromkeys(("image_data", "multimodal_data"), "/v1/chat/completions has images"),
         **dict.fromkeys(("n_probs", "logprobs", "top_logprobs"), "/v1/completions has logprobs"),
         **dict.fromkeys(("logit_bias", "n", "n_cmpl", "echo", "suffix"), "/v1/completions has it"),
         "repetition_penalty": "give repeat_penalty",
@@ -754,6 +754,7 @@ class LlamaCpp(Generated):
         ),
         **dict.fromkeys(("response_format", "regex", "ebnf", "structural_tag"), "give json_schema or grammar"),
     }
+    model: Text | None = None  # any: a server of llama.cpp has one
     prompt: Annotated[Text | TokenIds, BeforeValidator(_one_prompt)] = ""
     n_predict: Annotated[Int, Field(ge=-2)] = -1
     max_tokens: Annotated[Int, Field(ge=-2)] | None = None

@@ -36,7 +36,8 @@ def llamacpp_routes(served: Served) -> APIRouter:
         text = body.prompt
         given = await asyncio.to_thread(served.encode, text) if isinstance(text, str) else list(text)
         return await respond(
-            request, LlamaCompletion(served.asked_by(request.scope), body, served.checked(given, "prompt"))
+            request,
+            LlamaCompletion(served.adapted(body.model).asked_by(request.scope), body, served.checked(given, "prompt")),
         )
 
     @router.post("/infill")
@@ -57,7 +58,10 @@ def llamacpp_routes(served: Served) -> APIRouter:
             served.fim.prompt, body.input_prefix + body.prompt, body.input_suffix, room, extras
         )
         return await respond(
-            request, LlamaCompletion(served.asked_by(request.scope), body, prompt, served.fim.ends, truncated)
+            request,
+            LlamaCompletion(
+                served.adapted(body.model).asked_by(request.scope), body, prompt, served.fim.ends, truncated
+            ),
         )
 
     return router

@@ -111,9 +111,13 @@ class Served:
 
     def asked_by(self, scope: Mapping[str, Any]) -> Served:
         """This model for the client that a request came from, as its scope tells."""
-        asked = copy.copy(self)
-        object.__setattr__(asked, "owner", scope.get(OWNER, ""))
-        return asked
+        return self._with("owner", scope.get(OWNER, ""))
+
+    def _with(self, name: str, value: str | None) -> Served:
+        """This model with one field changed, and all that was made of its tokenizer."""
+        changed = copy.copy(self)
+        object.__setattr__(changed, name, value)
+        return changed
 
     @property
     def short_name(self) -> str:
@@ -137,9 +141,11 @@ class Served:
             ApiError: 404.
         """
         self.check_model(name)
-        asked = copy.copy(self)
-        object.__setattr__(asked, "adapter", name if name in self.adapters else None)
-        return asked
+        return self.adapted(name)
+
+    def adapted(self, name: str | None) -> Served:
+        """The model with the adapter of this name; itself where there is none."""
+        return self._with("adapter", name) if name in self.adapters else self
 
     def check_model(self, name: str | None) -> None:
         """Refuse another model than this one and its adapters.

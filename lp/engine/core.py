@@ -29,7 +29,7 @@ from lp.engine.prefixes import CachedText
 from lp.engine.request import Request
 from lp.engine.step_decoder import StepDecoder
 from lp.errors import UserError
-from lp.models.adapters import check_choice
+from lp.models.adapters import check_text_adapter
 from lp.models.captured_forests import CapturedForests
 from lp.models.kv_pool import KVPool
 from lp.parallel.message import Stop
@@ -250,7 +250,7 @@ class EngineCore:
         by_itself = not self.running and len(self.waiting) == 1
         try:
             if request.adapter is not None:
-                check_choice(self.decoder.model, request.adapter)  # again: it may have been deleted meanwhile
+                check_text_adapter(self.decoder.model, request.adapter)  # again: it may have been deleted meanwhile
             if self._caches.follow_model():
                 self.clear_prefixes()
             beginning = self.decoder.begin(request, self.max_sequences)

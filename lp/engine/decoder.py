@@ -31,7 +31,7 @@ from lp.engine.output import GenerationOutput
 from lp.engine.request import OnTokens, Request
 from lp.engine.stopping import Stopping
 from lp.errors import UserError
-from lp.models.adapters import check_choice
+from lp.models.adapters import check_text_adapter
 from lp.models.loader import context_limit, vocabulary_size
 from lp.models.prompt_images import PromptImages
 from lp.models.rope import rope_boundary
@@ -244,7 +244,7 @@ class Decoder:
         )
         images = self._images(prompt, inputs)
         if adapter is not None:
-            self._check_choice(adapter, images)
+            self._check_text_adapter(adapter, images)
         processors = listed_processors(logits_processor)
         checkpoint = self.checkpoint(generation_config)
         continued = check_int("continued", continued, 0, len(prompt) - 1, "a text goes on behind a prompt")
@@ -362,13 +362,13 @@ class Decoder:
             )
         return images
 
-    def _check_choice(self, adapter: str, images: PromptImages | None) -> None:
+    def _check_text_adapter(self, adapter: str, images: PromptImages | None) -> None:
         """Refuse an adapter that a text cannot choose, or not here.
 
         Raises:
-            ValueError: as of `check_choice`, or what does not go with it.
+            ValueError: as of `check_text_adapter`, or what does not go with it.
         """
-        check_choice(self.model, adapter)
+        check_text_adapter(self.model, adapter)
         others = {
             f"{type(self).__name__}, which takes no tree": not self.takes_adapters,
             "exact=bitwise, whose rows would be grouped otherwise in every pass": self.exact is Exact.BITWISE,

@@ -42,10 +42,10 @@ class AdapterRows(threading.local):
     @contextmanager
     def of(self, trees: Sequence[TreePass], device: torch.device) -> Iterator[None]:
         """Within the block, passes are over these trees, one behind the other."""
-        names = [tree.adapter for tree in trees for _ in range(len(tree.tokens))]
-        if not any(names):
+        if all(tree.adapter is None for tree in trees):
             yield
             return
+        names = [tree.adapter for tree in trees for _ in range(len(tree.tokens))]
         rows: dict[str | None, list[int]] = {}
         for row, name in enumerate(names):
             rows.setdefault(name, []).append(row)
@@ -100,7 +100,7 @@ def _add(layer: Any, names: Sequence[str], x: torch.Tensor, result: torch.Tensor
     result[..., rows, :] = sums.to(result.dtype)
 
 
-def check_choice(model: nn.Module, name: object) -> None:
+def check_text_adapter(model: nn.Module, name: object) -> None:
     """Refuse an adapter that a text cannot choose.
 
     Args:

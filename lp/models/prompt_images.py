@@ -42,7 +42,7 @@ EXACT = {
 NOT_INPUTS = {"inputs_embeds", "position_ids", "labels", "use_cache", "logits_to_keep", "past_key_values", "cache"}
 HANDED_OVER = {"attention_mask", "position_ids"}  # with the images, which they are not
 TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")  # (1, L): not 0 where a token holds an image's place
-PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index", "audio_token_id")
+PLACEHOLDERS = ("image_token_id", "image_token_index")  # of a config
 KEY_BITS = 31  # of a key in place of a token id: keys are negative int32s
 NUM_KEYS = 4
 
@@ -83,13 +83,13 @@ class PromptImages:
         if not inputs:
             _check_positions(given.get("position_ids"), len(prompt))
             return None
-        _check_inputs(inputs, model.config.model_type)
-        types = {name: np.ravel(_array(inputs[name])) for name in TOKEN_TYPES if name in inputs}
         if (kind := model.config.model_type) not in EXACT:
             raise UserError(
                 f"model type {kind!r} is not known to be exact with {', '.join(sorted(inputs))}; "
                 f"{', '.join(sorted(EXACT))} are: use generate as it is, or leave the images out"
             )
+        _check_inputs(inputs, kind)
+        types = {name: np.ravel(_array(inputs[name])) for name in TOKEN_TYPES if name in inputs}
         for name, kinds in types.items():
             if len(kinds) != len(prompt):
                 raise UserError(f"{name} has {len(kinds)} values for a prompt of {len(prompt)} tokens; give one each")
@@ -143,7 +143,8 @@ class PromptImages:
         keyed = np.array(tokens, np.int64)
         places = np.flatnonzero(self.is_image[: len(keyed)])
         keyed[places] = np.resize(keys, len(places))
-        return [int(token) for token in keyed]
+        found: list[int] = keyed.tolist()
+        return found
 
     def first_pass(self, model: PreTrainedModel, prompt: Sequence[int], cache: Cache) -> dict[str, Any]:
         """Arguments of the model for the pass over the prompt up to `end`.
@@ -191,12 +192,14 @@ def _check_inputs(inputs: Mapping[str, Any], kind: str) -> None:
         inputs: what the model is to be given besides the tokens.
         kind: the model's type.
     """
-    for name, value in inputs.items():
+    encoded = [name for value in inputs.values() if isinstance(value, Mapping) for name in value]
+    for name in (*inputs, *encoded):
         if any(medium in name for medium in ("video", "audio", "input_features")):
             raise UserError(
                 f"{name} is given, and of {kind!r} only images are known to be exact: use generate as it is, or leave "
                 "it out"
             )
+    for name, value in inputs.items():
         parts = value if isinstance(value, list | tuple) and name not in TOKEN_TYPES else [value]
         if not all(isinstance(part, torch.Tensor | np.ndarray | Mapping) for part in parts):
             raise UserError(f'{name} is a {type(value).__name__}; call the processor with return_tensors="pt"')

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import resource
 import subprocess
 import sys
 import threading
@@ -29,7 +30,7 @@ from lp.file_locks import lock
 from lp.parallel.context import ParallelContext
 from lp.parallel.thread_ranks import run_lockstep
 from tests.draft.test_corpus import looked_up, searched
-from tests.support.open_files import most_open_files
+from tests.support.limits import limited
 from tests.support.switches import lookahead_config
 from tests.support.tiny_models import VOCABULARY, drawn_text, plain_greedy, tiny_model
 
@@ -574,7 +575,10 @@ def test_more_owners_than_files_may_be_open(tmp_path: Path) -> None:
     """Each owner's file stays open; the message must name this limit, not the folder."""
     decoder = lp.LookaheadDecoder(tiny_model(), config_of(tmp_path / "history"))
     decoder.open_for("")
-    with most_open_files(len(os.listdir("/proc/self/fd")) + 8), pytest.raises(UserError, match=r"\(ulimit -n\)"):
+    with (
+        limited(resource.RLIMIT_NOFILE, len(os.listdir("/proc/self/fd")) + 8),
+        pytest.raises(UserError, match=r"\(ulimit -n\)"),
+    ):
         for number in range(40):
             decoder.open_for(f"owner{number}")
 

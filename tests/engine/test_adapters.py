@@ -50,7 +50,7 @@ def texts(
 
 @pytest.mark.parametrize("arch", some_of(ARCHS, 5))
 def test_texts_of_every_adapter(arch: str) -> None:
-    """One by one and in one batch, which groups rows by adapter, behind fused layers and transformers' own."""
+    """One by one, and in one batch, which groups rows by adapter."""
     model = adapted(arch)
     expected = texts(model)
     assert len({tuple(tokens) for tokens in expected.values()}) == 4, "an adapter that changes nothing tests nothing"

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 import lp
+from lp.models.prompt_images import PromptImages
 from tests.conftest import some_of
 from tests.support.image_models import IMAGE, IMAGE_MODELS, generated, image_model, image_prompt
 
@@ -93,3 +94,14 @@ def test_the_model_is_taken_for_the_same_behind_each_text() -> None:
     generated(model, inputs, 2)
     decoder.generate(**image_prompt("qwen2_5_vl", 2, 2), max_new_tokens=2)
     assert decoder.runner.model is view
+
+
+def test_videos_are_left_to_transformers() -> None:
+    """No run has shown that texts behind them are exact; transformers hands them over encoded, under another name."""
+    model, inputs = image_model("qwen2_5_vl"), image_prompt("qwen2_5_vl", 1, 1)
+    encoded = {"video": model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"])}
+    prompt = inputs["input_ids"][0].tolist()
+    with pytest.raises(ValueError, match="video is given, and of 'qwen2_5_vl' only images are known to be exact"):
+        PromptImages.of(
+            model, prompt, {"mm_encoder_outputs": encoded, "mm_token_type_ids": inputs["mm_token_type_ids"]}
+        )

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import resource
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from lp.draft.pool.model_ngrams import Contexts, new_file, read_file, write_file
 from lp.engine.journal import Journal
 from lp.parallel.context import ParallelContext
 from tests.conftest import LONG
+from tests.support.limits import limited
 from tests.support.tiny_models import plain_greedy, tiny_model
 
 ALONE = ParallelContext()
@@ -34,15 +34,9 @@ CONFIG = lp.LookaheadConfig(window_size=2, ngram_size=2, guess_set_size=2, pool_
 IDS, NEW = [1, 2, 3], 6
 
 
-@contextmanager
-def room_for(num_bytes: int) -> Iterator[None]:
+def room_for(num_bytes: int) -> AbstractContextManager[None]:
     """No file may have more than so many bytes. Only around what writes: the limit is the whole process's."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    return limited(resource.RLIMIT_FSIZE, num_bytes)
 
 
 def sizes(size: int, few: int) -> list[int]:

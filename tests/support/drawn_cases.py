@@ -22,7 +22,7 @@ from transformers.integrations.peft import MIN_PEFT_VERSION
 
 import lp
 from lp.attention.flash import SHORT
-from lp.models.adapters import check_choice
+from lp.models.adapters import check_text_adapter
 from lp.models.recurrent_layers import MODEL_TYPES
 from lp.models.support import check_supported
 from lp.models.tensor_parallel import STYLES
@@ -262,7 +262,7 @@ def _has_linear_layers(arch: str) -> bool:
         return False
     add_adapters(model, names=NAMES[:1])
     try:
-        check_choice(model, NAMES[0])
+        check_text_adapter(model, NAMES[0])
     except ValueError:
         return False
     return True

@@ -91,6 +91,19 @@ def test_a_client_chooses_an_adapter_as_the_model(server: Running) -> None:
     assert len(set(texts.values())) == 4, "adapters that change nothing test nothing"
 
 
+def test_llama_cpps_endpoint_takes_an_adapters_name(server: Running) -> None:
+    """It would answer with the model's own text; any other name is the model, as a server of llama.cpp has one."""
+    client = server.http()
+
+    def text(**fields: Any) -> str:
+        body = {"prompt": "a quick brown fox", "n_predict": NEW, "temperature": 0, **fields}
+        return str(client.post("/completion", json=body).json()["content"])
+
+    own = completion(server.openai(), "demo", "a quick brown fox").choices[0].text
+    green = completion(server.openai(), "green", "a quick brown fox").choices[0].text
+    assert (text(), text(model="any"), text(model="green")) == (own, own, green)
+
+
 def test_requests_of_all_kinds_at_once(server: Running) -> None:
     """Images, texts, streams and three adapters, sampled and not: each as it is alone."""
     rng = random.Random(3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import shutil
 from dataclasses import replace
 from functools import partial
@@ -21,7 +22,7 @@ from lp.draft.pool.history_file import HistoryFile
 from lp.errors import UserError
 from lp.models.loader import vocabulary_size
 from tests.launch.serve.test_infill import infilling_model
-from tests.support.open_files import most_open_files
+from tests.support.limits import limited
 from tests.support.serving import STEP_TIMES, serving
 
 for package in ("fastapi", "uvicorn", "prometheus_client", "httpx"):
@@ -154,7 +155,7 @@ def test_a_file_that_is_none_is_refused(text: str, message: str, tmp_path: Path)
 def test_more_owners_than_files_may_be_open() -> None:
     """Refused before a model is loaded: at the limit no client could connect."""
     config = ServeConfig()
-    with most_open_files(300):
+    with limited(resource.RLIMIT_NOFILE, 300):
         check_open_files(config, 45)
         config.pool.history = "history"
         check_open_files(config, 44)
