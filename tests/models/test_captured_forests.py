@@ -25,6 +25,7 @@ from lp.parallel.context import ParallelContext
 from lp.sampling.noise import NoiseCache
 from lp.sampling.penalties import CountPenalty
 from tests.conftest import some_of
+from tests.support.adapted import active, add_adapters
 from tests.support.engine_calls import Call, check_call, run_calls
 from tests.support.simulated_cuda.events import KINDS, Events
 from tests.support.simulated_cuda.ranks import run_on_gpus
@@ -522,3 +523,23 @@ def test_a_block_is_not_freed_while_it_is_copied(gpu: SimulatedCuda) -> None:
     passes._captured = None  # as if there were other weights
     engine.run()
     assert pending == [0] and all(handle.result().tokens for handle in handles)
+
+
+def test_texts_that_choose_an_adapter_are_not_captured(gpu: SimulatedCuda) -> None:
+    """A captured step runs the model as it is: an adapter would be left out, and only its own text would show it."""
+    model = tiny_model()
+    add_adapters(model)
+    engine = engine_of(model)
+    ids = drawn_text(random.Random(1), 30)
+    handles = {name: engine.submit(ids, NEW, eos_token_id=(), adapter=name) for name in (None, "red", "blue")}
+    engine.run()
+    for name, handle in handles.items():
+        with active(model, name):
+            assert handle.result().tokens == plain(model, ids), name
+    others = [engine.submit(ids, NEW, eos_token_id=()) for _ in range(2)]
+    engine.step()  # their prompts
+    before = Events(gpu.events)
+    engine.step()
+    assert graphs(Events(gpu.events - before)) == 2, "texts without one are captured again"
+    engine.run()
+    assert [handle.result().tokens for handle in others] == [plain(model, ids)] * 2

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 
 import lp
 from tests.support.adapted import NAMES, linear_layers
@@ -207,3 +208,17 @@ def test_ranks_that_divide_a_model_have_none(folders: dict[str, str]) -> None:
         config = settings(compose("serve", [f"adapters={{red: {folders['red']}}}", "parallel.tp=2"]))
     with pytest.raises(ValueError, match=r"adapters is given with parallel\.tp=2"):
         check_answering(config)
+
+
+def test_an_adapter_that_lacks_weights_is_refused(folders: dict[str, str], tmp_path: Path) -> None:
+    """They would stay as they were drawn: transformers only warns, and names other adapters' weights, too."""
+    shutil.copytree(folders["red"], tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "adapter_model.safetensors"
+    weights = safetensors.torch.load_file(file)
+    lacking = sorted(weights)[0]
+    safetensors.torch.save_file({name: values for name, values in weights.items() if name != lacking}, file)
+    model = lp.load(folders[""], dtype="float64").model
+    with pytest.raises(
+        ValueError, match=r"adapters\.green .* is of another model: .* \(of 1\) does not belong together"
+    ):
+        load_adapters(model, {"red": folders["red"], "green": str(tmp_path)})
