@@ -185,6 +185,10 @@ class AttentionBackend:
         """Why a model cannot run with it, and the remedy; None: nothing known speaks against it."""
         return None
 
+    def replaced_in(self, model: PreTrainedModel) -> tuple[str, ...]:
+        """`replaces`, and what else it replaces in this model."""
+        return self.replaces
+
     def install(self) -> None:
         """Make `implementation` known to transformers, if it is not transformers' own. Doing it again is harmless."""
 
@@ -205,17 +209,25 @@ class AttentionBackend:
         return {}
 
 
-def score_obstacle(model: PreTrainedModel, name: str, remedy: str = "choose attention=eager") -> str | None:
+def has_sinks(model: PreTrainedModel) -> bool:
+    """Whether layers have attention sinks: `sinks`, a score for each head, which transformers hands on as `s_aux`."""
+    return any(module._parameters.get("sinks") is not None for module in model.modules())
+
+
+def score_obstacle(
+    model: PreTrainedModel, name: str, remedy: str = "choose attention=eager", takes_sinks: bool = False
+) -> str | None:
     """Why a model cannot run with torch's fused attention functions, in the words of `AttentionBackend.unfit`.
 
     Args:
         model: the model that is to run.
         name: the backend that is asked for.
         remedy: what the user is told to do instead.
+        takes_sinks: the backend computes attention sinks, for lack of which transformers has no sdpa for a model.
     """
     architecture = type(model).__name__
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
         return f"{architecture} caps its attention scores, which {name} leaves out; {remedy}"
-    if not getattr(model, "_supports_sdpa", True):
+    if not (getattr(model, "_supports_sdpa", True) or (takes_sinks and has_sinks(model))):
         return f"{architecture} has no sdpa attention in transformers; {remedy}"
     return None

@@ -25,11 +25,12 @@ from lp.attention.base import (
     StepView,
     View,
     additive_mask,
+    has_sinks,
     score_obstacle,
 )
 from lp.attention.flash_cuda import DTYPES as CUDA_DTYPES
 from lp.attention.flash_cuda import TRITON, step_attention_on_cuda
-from lp.attention.merging import merge
+from lp.attention.merging import masked_attention, merge, with_sinks
 from lp.attention.parts import InParts
 from lp.attention.registry import register_attention
 
@@ -48,6 +49,7 @@ def step_attention(
     scale: float | None = None,
     slot_mapping_T: torch.Tensor | None = None,
     sequences_Q4: torch.Tensor | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Every token of a step attends to all cached tokens, and to those of the step that its mask shows.
 
@@ -59,39 +61,55 @@ def step_attention(
         scale: factor on the scores; None is 1 / sqrt(D).
         slot_mapping_T: int64, the cache slots of the step's tokens, the first right behind the cached ones: L is data.
         sequences_Q4: see `AttentionBackend.forward_arguments`; given on a GPU alone.
+        sinks_H: the score of each head's attention sink; None: it has none.
 
     Returns:
         (1, H, T, D).
     """
     if q_1HTD.is_cuda:
-        return step_attention_on_cuda(q_1HTD, k_1GND, v_1GND, mask_11TT, scale, slot_mapping_T, sequences_Q4)
+        return step_attention_on_cuda(q_1HTD, k_1GND, v_1GND, mask_11TT, scale, slot_mapping_T, sequences_Q4, sinks_H)
     num_tokens = q_1HTD.shape[2]
     num_keys = k_1GND.shape[2]
     if slot_mapping_T is not None:
         mask_11TC = _mask_over_cache(mask_11TT, slot_mapping_T, num_keys)
-        return _cpu_flash(q_1HTD, k_1GND, v_1GND, 0.0, False, attn_mask=mask_11TC, scale=scale)[0]
+        return _in_one_call(q_1HTD, k_1GND, v_1GND, mask_11TC, scale, sinks_H)[0]
     if num_tokens <= BLOCK:
-        return _on_cpu(q_1HTD, k_1GND, v_1GND, mask_11TT, scale)
+        return _on_cpu(q_1HTD, k_1GND, v_1GND, mask_11TT, scale, sinks_H)
     blocks = []  # a prompt's tokens see half of each other, and none sees one behind it
     for end in range(BLOCK, num_tokens + BLOCK, BLOCK):
         block = slice(end - BLOCK, end)
         visible_keys = num_keys - num_tokens + end
-        mask_11TU = mask_11TT[:, :, block, :end]
-        blocks.append(
-            _on_cpu(q_1HTD[:, :, block], k_1GND[:, :, :visible_keys], v_1GND[:, :, :visible_keys], mask_11TU, scale)
-        )
+        k, v = k_1GND[:, :, :visible_keys], v_1GND[:, :, :visible_keys]
+        blocks.append(_on_cpu(q_1HTD[:, :, block], k, v, mask_11TT[:, :, block, :end], scale, sinks_H))
     return torch.cat(blocks, 2)
 
 
+def _in_one_call(
+    q_1HTD: torch.Tensor,
+    k_1GND: torch.Tensor,
+    v_1GND: torch.Tensor,
+    mask_11TN: torch.Tensor | None,
+    scale: float | None,
+    sinks_H: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention on a CPU, and its log-sum-exp."""
+    found = _cpu_flash(q_1HTD, k_1GND, v_1GND, 0.0, False, attn_mask=mask_11TN, scale=scale)
+    return found if sinks_H is None else with_sinks(*found, sinks_H)
+
+
 def _on_cpu(
-    q_1HTD: torch.Tensor, k_1GND: torch.Tensor, v_1GND: torch.Tensor, mask_11TU: torch.Tensor, scale: float | None
+    q_1HTD: torch.Tensor,
+    k_1GND: torch.Tensor,
+    v_1GND: torch.Tensor,
+    mask_11TU: torch.Tensor,
+    scale: float | None,
+    sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
     """A block of queries, which see the cached tokens and, of the step's, the U up to their last."""
     length = k_1GND.shape[2] - mask_11TU.shape[3]
     if length < SHORT:
-        mask_11TN = F.pad(mask_11TU, (length, 0))
-        return _cpu_flash(q_1HTD, k_1GND, v_1GND, 0.0, False, attn_mask=mask_11TN, scale=scale)[0]
-    own = _cpu_flash(q_1HTD, k_1GND[:, :, length:], v_1GND[:, :, length:], 0.0, False, attn_mask=mask_11TU, scale=scale)
+        return _in_one_call(q_1HTD, k_1GND, v_1GND, F.pad(mask_11TU, (length, 0)), scale, sinks_H)[0]
+    own = _in_one_call(q_1HTD, k_1GND[:, :, length:], v_1GND[:, :, length:], mask_11TU, scale, sinks_H)
     # Without a mask the queries of a KV head may as well be tokens of one head: fewer, larger products.
     folded_q = q_1HTD.reshape(1, k_1GND.shape[1], -1, q_1HTD.shape[3])  # (1, G, H / G * T, D)
     out, lse = _cpu_flash(folded_q, k_1GND[:, :, :length], v_1GND[:, :, :length], 0.0, False, scale=scale)
@@ -116,6 +134,7 @@ def flash_attention_forward(
     scaling: float | None = None,
     slot_mapping: torch.Tensor | None = None,
     sequences: torch.Tensor | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function for transformers: ours where the mask is a step's own, (1, 1, T, T), else sdpa.
@@ -124,6 +143,7 @@ def flash_attention_forward(
         query: (1, H, T, D).
         key, value: (1, G, N, D), cached tokens included.
         slot_mapping, sequences: see `step_attention`.
+        s_aux: (H,), the attention sinks, as transformers calls them.
 
     Returns:
         (1, T, H, D), and no weights, as transformers expects it.
@@ -133,24 +153,47 @@ def flash_attention_forward(
             raise RuntimeError("the model changes keys, values or masks on their way to its attention function")
         queries = query.split([mask.shape[2] for mask in attention_mask.parts], 2)
         parts = zip(queries, key.parts, value.parts, attention_mask.parts, strict=True)
-        return torch.cat([_attention_of_part(module, *part, scaling, kwargs) for part in parts], 1), None
+        return torch.cat([_attention_of_part(module, *part, scaling, s_aux, kwargs) for part in parts], 1), None
     num_tokens = query.shape[2]
     # The masks that transformers makes are bool; that of a sliding window covers all keys.
     is_own = (
         attention_mask is not None
         and attention_mask.is_floating_point()
         and attention_mask.shape[-1] == num_tokens
-        and not (query.is_cuda and num_tokens == key.shape[2])
+        and not (query.is_cuda and num_tokens == key.shape[2] and s_aux is None)
     )
     if attention_mask is None and num_tokens == 1 and query.device.type == "cpu":  # a plain step: it sees everything
-        return _cpu_flash(query, key, value, 0.0, False, scale=scaling)[0].transpose(1, 2), None
+        return _in_one_call(query, key, value, None, scaling, s_aux)[0].transpose(1, 2), None
     if attention_mask is None or not is_own:
+        if s_aux is not None:
+            return _over_all_keys(query, key, value, attention_mask, scaling, s_aux).transpose(1, 2).contiguous(), None
         out_and_none: tuple[torch.Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
         return out_and_none
-    out = step_attention(query, key, value, attention_mask, scaling, slot_mapping, sequences)
+    out = step_attention(query, key, value, attention_mask, scaling, slot_mapping, sequences, s_aux)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _over_all_keys(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    sinks_H: torch.Tensor,
+) -> torch.Tensor:
+    """Attention with sinks under a mask over all keys, or a causal one, which sdpa leaves out: (1, H, T, D)."""
+    num_tokens, num_keys = query.shape[2], key.shape[2]
+    if mask is None:
+        visible_TN = torch.ones(num_tokens, num_keys, dtype=torch.bool, device=query.device)
+        mask = visible_TN.tril(num_keys - num_tokens)[None, None]
+    if not mask.is_floating_point():
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, torch.finfo(query.dtype).min)
+    if query.device.type == "cpu":
+        return _in_one_call(query, key, value, mask, scaling, sinks_H)[0]
+    blocks = zip(query.split(BLOCK, 2), mask.split(BLOCK, 2), strict=True)
+    return torch.cat([masked_attention(own, key, value, shown, scaling, sinks_H)[0] for own, shown in blocks], 2)
 
 
 def _attention_of_part(
@@ -160,16 +203,19 @@ def _attention_of_part(
     value: torch.Tensor,
     mask: torch.Tensor,
     scaling: float | None,
+    s_aux: torch.Tensor | None,
     kwargs: dict[str, Any],
 ) -> torch.Tensor:
     """Attention within one sequence, where a step has several: (1, T, H, D)."""
     sees_everything = mask.shape[2:] == (1, 1) and query.device.type == "cpu"  # which a single token does
-    return flash_attention_forward(module, query, key, value, None if sees_everything else mask, scaling, **kwargs)[0]
+    shown = None if sees_everything else mask
+    return flash_attention_forward(module, query, key, value, shown, scaling, s_aux=s_aux, **kwargs)[0]
 
 
 @register_attention("flash")
 class Flash(AttentionBackend):
-    """The two parts and their merge; `auto` takes it for models that were loaded with sdpa, flash attention or flex."""
+    """The two parts and their merge; `auto` takes it instead of sdpa, flash attention and flex, and for all models with
+    attention sinks."""
 
     implementation = "lp_tree"  # transformers takes a name with "flash" in it for the flash-attn package
     alternative = "sdpa"
@@ -185,7 +231,11 @@ class Flash(AttentionBackend):
             return f"attention=flash takes {names} on a GPU, and this model is {model.dtype}; choose attention=sdpa"
         if device not in ("cpu", "cuda"):
             return f"attention=flash runs on CPUs and CUDA devices, not on {device!r}; choose attention=sdpa"
-        return score_obstacle(model, self.name)
+        return score_obstacle(model, self.name, takes_sinks=True)
+
+    def replaced_in(self, model: PreTrainedModel) -> tuple[str, ...]:
+        # A model with sinks was loaded with eager for lack of anything else, but for the package flash-attn.
+        return (*self.replaces, "eager") if has_sinks(model) else self.replaces
 
     def install(self) -> None:
         AttentionInterface.register(self.implementation, flash_attention_forward)

@@ -14,7 +14,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,7 +38,19 @@ SEQUENCE_TOKENS = 17  # of the trial of several sequences
 TRIAL_TOLERANCE = {dtype: 4 * torch.finfo(dtype).eps for dtype in HALVES}
 TRIAL_TOLERANCE[torch.float32] = (max(TRIAL_LENGTHS) + max(TRIAL_TOKENS)) * torch.finfo(torch.float32).eps
 TRIAL_SEQUENCES = ((0, 11, 500, 300), (11, 6, 20, 37))  # of each its first token, tokens, first slot and cached tokens
-Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float, torch.Tensor | None], torch.Tensor]
+Kernel = Callable[..., torch.Tensor]  # of queries, keys, values, mask, scale, slot_mapping_T and sinks_H
+
+
+class Shape(NamedTuple):
+    """What a kernel is tried with."""
+
+    device: torch.device
+    dtype: torch.dtype
+    heads: int
+    kv_heads: int
+    dim: int
+    value_dim: int
+    has_sinks: bool
 
 
 def step_attention_on_cuda(
@@ -49,6 +61,7 @@ def step_attention_on_cuda(
     scale: float | None,
     slot_mapping_T: torch.Tensor | None,
     sequences_Q4: torch.Tensor | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Arguments and result as those of `lp.attention.flash.step_attention`.
 
@@ -58,37 +71,40 @@ def step_attention_on_cuda(
     """
     _, heads, _, dim = q_1HTD.shape
     _, kv_heads, _, value_dim = v_1GND.shape
-    name = kernel_for(q_1HTD.device, q_1HTD.dtype, heads, kv_heads, dim, value_dim)
+    shape = (q_1HTD.device, q_1HTD.dtype, heads, kv_heads, dim, value_dim, sinks_H is not None)
+    name = kernel_for(*shape)
     scale = scale or dim**-0.5
     if sequences_Q4 is None:
-        return KERNELS[name](q_1HTD, k_1GND, v_1GND, mask_11TT, scale, slot_mapping_T)
+        return KERNELS[name](q_1HTD, k_1GND, v_1GND, mask_11TT, scale, slot_mapping_T, sinks_H)
     if name != "triton":
         raise RuntimeError(f"attention by {name} takes one sequence a step")
-    error = _error_of_sequences(q_1HTD.device, q_1HTD.dtype, heads, kv_heads, dim, value_dim)
+    error = _error_of_sequences(Shape(*shape))
     if not error <= TRIAL_TOLERANCE[q_1HTD.dtype]:
         raise RuntimeError(f"attention by {name} over several sequences is off by {error:.2g}")
-    return _triton(q_1HTD, k_1GND, v_1GND, mask_11TT, scale, slot_mapping_T, sequences_Q4)
+    return _triton(q_1HTD, k_1GND, v_1GND, mask_11TT, scale, slot_mapping_T, sinks_H, sequences_Q4)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # a compiled step has the kernel compiled in
-def kernel_for(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, value_dim: int) -> str:
+def kernel_for(
+    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, value_dim: int, has_sinks: bool
+) -> str:
     """The first of KERNELS that passes its trial, made at first use: before a graph is captured, since steps warm up.
 
     Raises:
         ValueError: none does; with the reason of each.
     """
-    return _first_fit(device, dtype, heads, kv_heads, dim, value_dim)
+    return _first_fit(Shape(device, dtype, heads, kv_heads, dim, value_dim, has_sinks))
 
 
 @functools.cache
-def _first_fit(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, value_dim: int) -> str:
+def _first_fit(shape: Shape) -> str:
     refused = []
     for name, kernel in KERNELS.items():
         if name == "triton" and not TRITON:
             continue
         try:
-            error = _trial_error(kernel, device, dtype, heads, kv_heads, dim, value_dim)
-            if error <= TRIAL_TOLERANCE[dtype]:
+            error = _trial_error(kernel, shape)
+            if error <= TRIAL_TOLERANCE[shape.dtype]:
                 break
             reason = f"its results are off by {error:.2g}"
         except torch.OutOfMemoryError:
@@ -100,29 +116,19 @@ def _first_fit(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: i
         refused.append(f"{name} ({reason})")
     else:
         raise UserError(
-            f"no attention kernel works with head dimension {dim} and {dtype} on {device}: {'; '.join(refused)}; "
+            f"no attention kernel works with head dimension {shape.dim} and {shape.dtype} on {shape.device}: "
+            f"{'; '.join(refused)}; "
             "choose attention=sdpa"
         )
     if refused:
-        logger.warning("attention=flash runs on %s by %s, not by %s", device, name, "; ".join(refused))
+        logger.warning("attention=flash runs on %s by %s, not by %s", shape.device, name, "; ".join(refused))
     return name
 
 
-def _trial_error(
-    kernel: Kernel,
-    device: torch.device,
-    dtype: torch.dtype,
-    heads: int,
-    kv_heads: int,
-    dim: int,
-    value_dim: int,
-) -> float:
+def _trial_error(kernel: Kernel, shape: Shape) -> float:
     """The largest relative error of a token in drawn steps, against plain products in float32."""
-    generator = torch.Generator().manual_seed(0)
-
-    def drawn(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(device, dtype)
-
+    device, dtype, heads, kv_heads, dim, value_dim, _ = shape
+    drawn, sinks_H = _drawn(shape)
     errors = []
     for num_tokens, length in itertools.product(TRIAL_TOKENS, TRIAL_LENGTHS):
         q = drawn(1, heads, num_tokens, dim)
@@ -137,24 +143,20 @@ def _trial_error(
         k[:, :, end:] = 1e3  # what lies behind the step shows in the results, if it is read
         v[:, :, end:] = 1e3
         mask_11TN = torch.nn.functional.pad(mask_11TT, (length, 0)).float()
-        expected = masked_attention(q.float(), k[:, :, :end].float(), v[:, :, :end].float(), mask_11TN, dim**-0.5)[0]
+        parts = q.float(), k[:, :, :end].float(), v[:, :, :end].float()
+        expected = masked_attention(*parts, mask_11TN, dim**-0.5, sinks_H)[0]
         slot_mapping_T = torch.arange(length, end, device=device)
         for used_k, used_v, slots in ((k, v, slot_mapping_T), (k[:, :, :end], v[:, :, :end], None)):
-            error = (kernel(q, used_k, used_v, mask_11TT, dim**-0.5, slots).float() - expected).norm(dim=-1)
-            errors.append((error / expected.norm(dim=-1)).max())
+            out = kernel(q, used_k, used_v, mask_11TT, dim**-0.5, slots, sinks_H)
+            errors.append(((out.float() - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
     return float(torch.stack(errors).max())
 
 
 @functools.cache
-def _error_of_sequences(
-    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, value_dim: int
-) -> float:
+def _error_of_sequences(shape: Shape) -> float:
     """The largest relative error in a step of several sequences in one pool, by the kernel that takes them."""
-    generator = torch.Generator().manual_seed(0)
-
-    def drawn(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(device, dtype)
-
+    device, dtype, heads, kv_heads, dim, value_dim, _ = shape
+    drawn, sinks_H = _drawn(shape)
     q = drawn(1, heads, SEQUENCE_TOKENS, dim)
     k = drawn(1, kv_heads, TRIAL_CAPACITY, dim)
     v = drawn(1, kv_heads, TRIAL_CAPACITY, value_dim)
@@ -164,15 +166,26 @@ def _error_of_sequences(
     mask_11TT = torch.zeros(visible_TT.shape).masked_fill(~visible_TT, torch.finfo(dtype).min)[None, None]
     mask_11TT = mask_11TT.to(device, dtype)
     scale = dim**-0.5
-    out = _triton(q, k, v, mask_11TT, scale, slot_mapping_T, torch.tensor(TRIAL_SEQUENCES, device=device)).float()
+    sequences_Q4 = torch.tensor(TRIAL_SEQUENCES, device=device)
+    out = _triton(q, k, v, mask_11TT, scale, slot_mapping_T, sinks_H, sequences_Q4).float()
     errors = []
     for first, count, slot, length in TRIAL_SEQUENCES:
         own, keys = slice(first, first + count), slice(slot, slot + length + count)
         mask_11tN = torch.nn.functional.pad(mask_11TT[:, :, own, own], (length, 0)).float()
         parts = q[:, :, own].float(), k[:, :, keys].float(), v[:, :, keys].float()
-        expected = masked_attention(*parts, mask_11tN, scale)[0]
+        expected = masked_attention(*parts, mask_11tN, scale, sinks_H)[0]
         errors.append(((out[:, :, own] - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
     return float(torch.stack(errors).max())
+
+
+def _drawn(shape: Shape) -> tuple[Callable[..., torch.Tensor], torch.Tensor | None]:
+    """What draws the tensors of a trial, given their sizes; and the sinks, where there are some."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*sizes: int) -> torch.Tensor:
+        return torch.randn(sizes, generator=generator).to(shape.device, shape.dtype)
+
+    return drawn, 3 * drawn(shape.heads) if shape.has_sinks else None
 
 
 def _triton(
@@ -182,12 +195,13 @@ def _triton(
     mask_11TT: torch.Tensor,
     scale: float,
     slot_mapping_T: torch.Tensor | None,
+    sinks_H: torch.Tensor | None,
     sequences_Q4: torch.Tensor | None = None,
 ) -> torch.Tensor:
     from lp.attention.tree_kernel import tree_attention  # here: it needs Triton
 
     out_1HTD: torch.Tensor = tree_attention(
-        q_1HTD, k_1GND, v_1GND, mask_11TT[0, 0], slot_mapping_T, scale, sequences_Q4
+        q_1HTD, k_1GND, v_1GND, mask_11TT[0, 0], slot_mapping_T, scale, sequences_Q4, sinks_H
     )
     return out_1HTD
 
@@ -199,6 +213,7 @@ def _varlen(
     mask_11TT: torch.Tensor,
     scale: float,
     slot_mapping_T: torch.Tensor | None,
+    sinks_H: torch.Tensor | None,
     paged: bool = False,
 ) -> torch.Tensor:
     num_tokens = q_1HTD.shape[2]
@@ -214,7 +229,7 @@ def _varlen(
         used_length = slot_mapping_T[:1].int()
         own_k = k_1GND.index_select(2, slot_mapping_T)
         own_v = v_1GND.index_select(2, slot_mapping_T)
-    own, own_lse = masked_attention(q_1HTD, own_k, own_v, mask_11TT, scale)
+    own, own_lse = masked_attention(q_1HTD, own_k, own_v, mask_11TT, scale, sinks_H)
     if not length:
         return own
     bounds = torch.arange(2, dtype=torch.int32, device=q_1HTD.device)  # one sequence: from 0 to its length

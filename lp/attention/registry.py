@@ -84,7 +84,7 @@ def backends_to_try(model: PreTrainedModel, attention: str) -> list[AttentionBac
     implementation = model.config._attn_implementation
     loaded = next((backend for backend in backends if backend.implementation == implementation), None)
     settable = getattr(model, "_can_set_attn_implementation", lambda: True)()  # or transformers says at length why not
-    better = [backend for backend in backends if settable and _replaces(backend, implementation, loaded)]
+    better = [backend for backend in backends if settable and _replaces(backend, model, loaded)]
     better.sort(key=lambda backend: backend.priority, reverse=True)
     if loaded is not None:
         better.append(loaded)
@@ -116,8 +116,9 @@ def set_attention(model: PreTrainedModel, backend: AttentionBackend) -> None:
         raise UserError(f"{type(model).__name__} cannot change its attention once loaded with {before!r}; {remedy}")
 
 
-def _replaces(backend: AttentionBackend, implementation: str, loaded: AttentionBackend | None) -> bool:
-    return implementation in backend.replaces or (loaded is not None and loaded.name in backend.replaces)
+def _replaces(backend: AttentionBackend, model: PreTrainedModel, loaded: AttentionBackend | None) -> bool:
+    replaced = backend.replaced_in(model)
+    return model.config._attn_implementation in replaced or (loaded is not None and loaded.name in replaced)
 
 
 def _module_of(name: str) -> str:

@@ -88,17 +88,19 @@ def _attend(
 
 @triton.jit(do_not_specialize=["num_tokens", "num_keys"])
 def _split_kernel(
-    q_base, k_base, v_base, mask_base, slots_base, sequences_base, out_base, lse_base, num_tokens, num_keys, scale,
+    q_base, k_base, v_base, mask_base, slots_base, sequences_base, sinks_base, out_base, lse_base,
+    num_tokens, num_keys, scale,
     stride_qh, stride_qt, stride_kg, stride_kn, stride_vg, stride_vn, stride_mt,
     R: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_SEQUENCES: tl.constexpr, SPLIT: tl.constexpr,
-    ADDITIVE: tl.constexpr, PRODUCTS: tl.constexpr,
+    ADDITIVE: tl.constexpr, PRODUCTS: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """A block of rows of one KV head over one split of the keys; grid (Q x blocks of rows, G, S).
 
     A sequence's rows are a step of their own, whose cache begins at some slot; most blocks of a short one have no rows.
     Without SPLIT it writes the output, (T, H, E), else that of its split, (G, S, T x R, E), and its log-sum-exp.
-    PRODUCTS is the dtype that is multiplied.
+    PRODUCTS is the dtype that is multiplied. HAS_SINKS: sinks_base has a score for each head, whose value is zero; with
+    SPLIT the combination adds it.
     """
     g = tl.program_id(1)
     split = tl.program_id(2)
@@ -142,6 +144,9 @@ def _split_kernel(
     top_M = tl.full((BM,), float("-inf"), tl.float32)
     norm_M = tl.zeros((BM,), tl.float32)
     acc_ME = tl.zeros((BM, BE), tl.float32)
+    if HAS_SINKS and not SPLIT:
+        top_M = tl.load(sinks_base + head_M, mask=row_ok_M, other=0.0).to(tl.float32) * LOG2_E
+        norm_M += 1.0
     for start in tl.range(split_start, only_cached_end, BN):
         top_M, norm_M, acc_ME = _attend(
             q, k_base, v_base, mask_base, start, end, length, num_tokens, token_M, row_ok_M,
@@ -171,8 +176,9 @@ def _split_kernel(
 
 @triton.jit(do_not_specialize=["num_splits"])
 def _combine_kernel(
-    parts_base, lse_base, out_base, num_splits, R: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BS: tl.constexpr
-):
+    parts_base, lse_base, sinks_base, out_base, num_splits,
+    R: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BS: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
     """The output of one row from those of its splits, BS of them at a time; grid (T x R, G)."""
     row = tl.program_id(0)
     g = tl.program_id(1)
@@ -180,6 +186,9 @@ def _combine_kernel(
     top = tl.full((), float("-inf"), tl.float32)
     total = tl.zeros((), tl.float32)
     sum_E = tl.zeros((BE,), tl.float32)
+    if HAS_SINKS:
+        top = tl.load(sinks_base + g * R + row % R).to(tl.float32) * LOG2_E
+        total += 1.0
     for first in range(0, num_splits, BS):
         s = first + tl.arange(0, BS)
         index_S = (g * num_splits + s).to(tl.int64) * tl.num_programs(0) + row
@@ -252,6 +261,7 @@ def launch_tree_attention(
     slot_mapping_T: torch.Tensor | None,
     scale: float,
     sequences_Q4: torch.Tensor | None = None,
+    sinks_H: torch.Tensor | None = None,
     num_splits: int | None = None,
 ) -> torch.Tensor:
     """Arguments and result as those of `tree_attention`.
@@ -277,21 +287,23 @@ def launch_tree_attention(
         num_splits = choose_splits(used, kv_heads, num_key_blocks, num_sms_of(q_HTD.device))
     out_THE = q_HTD.new_empty(num_tokens, heads, value_dim)
     split = num_splits > 1
+    sinks = q_HTD if sinks_H is None else sinks_H.contiguous()
     parts = q_HTD.new_empty((kv_heads, num_splits, num_rows, value_dim), dtype=torch.float32) if split else out_THE
     lse = q_HTD.new_empty((kv_heads, num_splits, num_rows), dtype=torch.float32) if split else out_THE
     with torch.cuda.device_of(q_HTD):  # Triton launches on the current device
         _split_kernel[(num_sequences * num_row_blocks, kv_heads, num_splits)](
             q_HTD, k_GND, v_GNE, mask_TT, mask_TT if slot_mapping_T is None else slot_mapping_T,
-            mask_TT if sequences_Q4 is None else sequences_Q4, parts, lse, num_tokens, num_keys, scale,
+            mask_TT if sequences_Q4 is None else sequences_Q4, sinks, parts, lse, num_tokens, num_keys, scale,
             *q_HTD.stride()[:2], *k_GND.stride()[:2], *v_GNE.stride()[:2], mask_TT.stride(0),
             R=repeats, D=dim, E=value_dim, HAS_SLOTS=slot_mapping_T is not None,
             HAS_SEQUENCES=sequences_Q4 is not None, SPLIT=split, ADDITIVE=additive,
-            PRODUCTS=products_of(q_HTD), **sizes,
+            PRODUCTS=products_of(q_HTD), HAS_SINKS=sinks_H is not None, **sizes,
         )  # fmt: skip
         if split:
             _combine_kernel[(num_rows, kv_heads)](
-                parts, lse, out_THE, num_splits, R=repeats, E=value_dim, BE=sizes["BE"], BS=COMBINED_SPLITS, num_warps=1
-            )
+                parts, lse, sinks, out_THE, num_splits,
+                R=repeats, E=value_dim, BE=sizes["BE"], BS=COMBINED_SPLITS, HAS_SINKS=sinks_H is not None, num_warps=1,
+            )  # fmt: skip
     return out_THE[None].transpose(1, 2)
 
 
@@ -304,6 +316,7 @@ def tree_attention(
     slot_mapping_T: torch.Tensor | None,
     scale: float,
     sequences_Q4: torch.Tensor | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Every token of a step attends to all cached tokens, and to those of the step that its mask shows.
 
@@ -318,11 +331,12 @@ def tree_attention(
         scale: factor on the scores.
         sequences_Q4: int64, of a step of several sequences whose caches lie in one pool: of each its first token, its
             tokens, its first slot and its cached tokens. Each token is one of some sequence; a sequence may have none.
+        sinks_H: the score of each head's attention sink, in any float dtype.
 
     Returns:
         (1, H, T, E), a transposed view of memory laid out as (T, H, E).
     """
-    return launch_tree_attention(q_1HTD, k_1GND, v_1GNE, mask_TT, slot_mapping_T, scale, sequences_Q4)
+    return launch_tree_attention(q_1HTD, k_1GND, v_1GNE, mask_TT, slot_mapping_T, scale, sequences_Q4, sinks_H)
 
 
 @tree_attention.register_fake
@@ -334,6 +348,7 @@ def _(
     slot_mapping_T: torch.Tensor | None,
     scale: float,
     sequences_Q4: torch.Tensor | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     _, heads, num_tokens, _ = q_1HTD.shape
     return q_1HTD.new_empty(1, num_tokens, heads, v_1GNE.shape[-1]).transpose(1, 2)

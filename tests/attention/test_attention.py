@@ -18,7 +18,7 @@ from lp.attention.base import StepView
 from lp.attention.flash import BLOCK, SHORT, flash_attention_forward, step_attention
 from lp.attention.flex import block_mask
 from lp.attention.masks import StepMasks
-from lp.attention.merging import masked_attention, merge
+from lp.attention.merging import masked_attention, merge, with_sinks
 from lp.attention.registry import backend_named
 from lp.models.runner import ModelRunner
 from tests.support.layouts import drawn_layout, visible_of
@@ -34,9 +34,14 @@ TOLERANCE = {torch.float64: 4.0, torch.float32: 4.0, torch.bfloat16: 0.5, torch.
 
 
 def _reference(
-    q_1HTD: torch.Tensor, k_1GND: torch.Tensor, v_1GND: torch.Tensor, visible: torch.Tensor, scale: float
+    q_1HTD: torch.Tensor,
+    k_1GND: torch.Tensor,
+    v_1GND: torch.Tensor,
+    visible: torch.Tensor,
+    scale: float,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Softmax of the scores of what is seen, in float64, a head at a time: (1, H, T, D)."""
+    """Softmax of the scores of what is seen, in float64, a head at a time: (1, H, T, D). A sink is one score more."""
     q, k, v = (states[0].double() for states in (q_1HTD, k_1GND, v_1GND))
     seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool)
     seen[:, k.shape[1] - len(visible) :] = visible
@@ -44,7 +49,8 @@ def _reference(
     for head in range(len(q)):
         kv = head * len(k) // len(q)
         scores = (q[head] @ k[kv].T * scale).masked_fill(~seen, -torch.inf)
-        outputs.append(scores.softmax(-1) @ v[kv])
+        sink = scores.new_full((len(scores), 1), -torch.inf if sinks_H is None else float(sinks_H[head]))
+        outputs.append(torch.cat([scores, sink], 1).softmax(-1)[:, :-1] @ v[kv])
     return torch.stack(outputs)[None]
 
 
@@ -64,10 +70,11 @@ def _own_mask(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(visible.shape, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)[None, None]
 
 
-def _check(output: torch.Tensor, expected: torch.Tensor, values: torch.Tensor) -> None:
+def _check(output: torch.Tensor, expected: torch.Tensor, values: torch.Tensor, roundings: int = 1) -> None:
+    """Compare with the reference; halves may be rounded more than once on the way."""
     assert output.shape == expected.shape and output.dtype == values.dtype
     error = float((output.double() - expected).abs().max() / values.double().abs().max())
-    assert error <= TOLERANCE[values.dtype] * torch.finfo(values.dtype).eps
+    assert error <= roundings * TOLERANCE[values.dtype] * torch.finfo(values.dtype).eps
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -81,6 +88,37 @@ def test_flash(prefix: int, dtype: torch.dtype) -> None:
             scale = rng.choice([dim**-0.5, 1 / dim])
             output = step_attention(q, k, v, _own_mask(visible, dtype), scale)
             _check(output, _reference(q, k, v, visible, scale), v)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_flash_with_sinks(prefix: int, dtype: torch.dtype) -> None:
+    """gpt_oss: one score more in each head's softmax, in every way that a step is computed on a CPU; large ones too."""
+    rng = random.Random(prefix)
+    for heads in HEADS:
+        q, k, v, visible = _drawn(rng, heads, 64, prefix, dtype)
+        for sinks in (torch.randn(heads[0]), torch.full((heads[0],), 60.0), torch.full((heads[0],), -60.0)):
+            expected = _reference(q, k, v, visible, 0.2, sinks.to(dtype))
+            output = step_attention(q, k, v, _own_mask(visible, dtype), 0.2, sinks_H=sinks.to(dtype))
+            _check(output, expected, v, roundings=2)
+            beyond = [torch.cat([states, torch.full_like(states[:, :, :7], 1e4)], 2) for states in (k, v)]
+            slots = prefix + torch.arange(len(visible))
+            output = step_attention(q, *beyond, _own_mask(visible, dtype), 0.2, slots, sinks_H=sinks.to(dtype))
+            _check(output, expected, v, roundings=2)
+
+
+@pytest.mark.parametrize("kind", ["a prompt without a mask", "a mask over all keys", "a bool mask", "one token"])
+def test_sinks_where_a_mask_is_not_a_steps_own(kind: str) -> None:
+    """Passes of a sliding window and prompts, which go to sdpa without sinks; sdpa would leave them out in silence."""
+    torch.manual_seed(3)
+    num_tokens, prefix = (1, 40) if kind == "one token" else (150, 0 if "without" in kind else 40)
+    q, k, v = (torch.randn(1, heads, n, 64) for heads, n in ((4, num_tokens), *[(2, prefix + num_tokens)] * 2))
+    sinks = torch.randn(4)
+    visible = torch.ones(num_tokens, num_tokens).tril().bool()
+    mask = torch.nn.functional.pad(_own_mask(visible, q.dtype), (prefix, 0))
+    given = {"a mask over all keys": mask, "a bool mask": mask == 0}.get(kind)
+    output = flash_attention_forward(nn.Module(), q, k, v, given, 0.2, s_aux=sinks)[0].transpose(1, 2)
+    _check(output, _reference(q, k, v, visible, 0.2, sinks), v)
 
 
 def test_flash_of_a_prompt() -> None:
@@ -118,6 +156,10 @@ def test_masked_attention_and_merge() -> None:
             expected = _reference(q, k, v, visible, 0.1)
             whole = _own_mask(visible, q.dtype)
             _check(masked_attention(q, k, v, whole, 0.1)[0], expected, v)
+            sinks = torch.randn(heads[0])
+            with_own = masked_attention(q, k, v, whole, 0.1, sinks)
+            _check(with_own[0], _reference(q, k, v, visible, 0.1, sinks), v)
+            torch.testing.assert_close(with_sinks(*masked_attention(q, k, v, whole, 0.1), sinks), with_own)
             split = rng.randint(1, max(len(visible) - 1, 1))  # some tokens see nothing of the right part
             halves = [
                 masked_attention(q, k[:, :, part], v[:, :, part], whole[..., part], 0.1)
@@ -202,6 +244,7 @@ def test_auto_takes_flash_where_it_can() -> None:
     """Loaded with eager, a model stays so: its user may have reasons; what flash would get wrong runs with sdpa."""
     assert ModelRunner(tiny_model("llama")).attention == "flash"
     assert ModelRunner(tiny_model("llama", attention="eager")).attention == "eager"
+    assert ModelRunner(tiny_model("gpt_oss")).attention == "flash"  # transformers has only eager for sinks
     assert ModelRunner(tiny_model("falcon")).attention == "sdpa"  # cannot change its attention
     twice = tiny_model("llama")
     assert [ModelRunner(twice).attention, ModelRunner(twice).attention] == ["flash"] * 2
@@ -216,14 +259,20 @@ def test_a_compiled_step_has_its_kernel_compiled_in(monkeypatch: pytest.MonkeyPa
     trials = []
 
     def plain(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float, slots: torch.Tensor | None
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor,
+        scale: float,
+        slots: torch.Tensor | None,
+        sinks_H: torch.Tensor | None,
     ) -> torch.Tensor:
         if slots is not None:
             trials.append(1)  # only a trial has slots here
             end = int(slots[-1]) + 1
             k, v = k[:, :, :end], v[:, :, :end]
         mask = torch.nn.functional.pad(mask, (k.shape[2] - mask.shape[3], 0))
-        return masked_attention(q, k, v, mask, scale)[0]
+        return masked_attention(q, k, v, mask, scale, sinks_H)[0]
 
     monkeypatch.setattr(flash_cuda, "KERNELS", {"plain": plain})
     monkeypatch.setattr(flash_cuda, "_first_fit", functools.cache(flash_cuda._first_fit.__wrapped__))

@@ -70,6 +70,7 @@ def test_it_compiles_within_shared_memory(
         "SPLIT": True,
         "ADDITIVE": True,
         "PRODUCTS": products,
+        "HAS_SINKS": False,
     }
     kernel = compiled(
         tree_kernel._split_kernel,
@@ -88,10 +89,23 @@ def test_it_compiles_within_shared_memory(
 
 @pytest.mark.parametrize("capability", SHARED_KB)
 def test_the_combination_compiles(capability: int) -> None:
-    constants = {"R": 4, "E": 80, "BE": 128, "BS": tree_kernel.COMBINED_SPLITS}
+    constants = {"R": 4, "E": 80, "BE": 128, "BS": tree_kernel.COMBINED_SPLITS, "HAS_SINKS": True}
     types = {"parts_base": "*fp32", "lse_base": "*fp32"}
     kernel = compiled(tree_kernel._combine_kernel, constants, types, "bf16", capability, {})
     assert kernel.metadata.shared <= SHARED_KB[capability] * 1024
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_sinks_compile(capability: int) -> None:
+    """Of gpt_oss: 8 heads a KV head, 64 numbers each; in the one pass that has no combination."""
+    sizes = tree_kernel.block_sizes(512, 64, 64, 2)
+    options = {name: sizes.pop(name) for name in ("num_warps", "num_stages")}
+    flags = {"HAS_SLOTS": True, "HAS_SEQUENCES": False, "SPLIT": False, "ADDITIVE": True, "HAS_SINKS": True}
+    constants = {"R": 8, "D": 64, "E": 64, **flags, "PRODUCTS": triton.language.bfloat16, **sizes}
+    types = {"slots_base": "*i64", "lse_base": "*bf16", "scale": "fp32"}
+    kernel = compiled(tree_kernel._split_kernel, constants, types, "bf16", capability, options)
+    assert kernel.metadata.shared <= SHARED_KB[capability] * 1024
+    assert spilled_bytes(kernel, capability) <= 64
 
 
 def test_splits_fill_the_gpu() -> None:

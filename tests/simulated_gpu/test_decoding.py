@@ -211,14 +211,16 @@ def test_a_kernel_that_is_wrong_on_this_gpu_is_not_used(
     def broken(*_: Any) -> torch.Tensor:
         raise RuntimeError("no C compiler")
 
-    shape = (torch.device("cuda", 0), torch.bfloat16, 4, 2, 64, 64)
+    shape = flash_cuda.Shape(torch.device("cuda", 0), torch.bfloat16, 4, 2, 64, 64, has_sinks=False)
     monkeypatch.setattr(flash_cuda, "TRITON", True)
     monkeypatch.setattr(flash_cuda, "KERNELS", {"triton": broken, "paged": short, "varlen": paged})
-    assert flash_cuda._first_fit.__wrapped__(*shape) == "varlen"
+    assert flash_cuda._first_fit.__wrapped__(shape) == "varlen"
+    with_sinks = shape._replace(has_sinks=True)
+    assert flash_cuda._first_fit.__wrapped__(with_sinks) == "varlen"
     assert "RuntimeError: no C compiler" in caplog.text and "paged (its results are off by 0." in caplog.text
     monkeypatch.setattr(flash_cuda, "KERNELS", {"paged": short})
     with pytest.raises(ValueError, match=r"head dimension 64 .* choose attention=sdpa"):
-        flash_cuda._first_fit.__wrapped__(*shape)
+        flash_cuda._first_fit.__wrapped__(shape)
 
 
 def test_a_dtype_that_no_kernel_takes(gpu: SimulatedCuda) -> None:

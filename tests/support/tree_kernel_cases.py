@@ -30,6 +30,7 @@ class Case:
     num_splits: int = 0
     size: float = 1.0  # of queries and keys
     sequences: tuple[tuple[int, int], ...] = ()  # their tokens and cached tokens, in a pool, instead of one's
+    sinks: bool = False
 
 
 SMALL = {
@@ -52,6 +53,11 @@ SMALL = {
     "sequences without tokens": Case(num_tokens=0, sequences=((0, 0), (5, 66), (0, 0)), num_splits=3),
     "sequences of many rows": Case(num_tokens=0, sequences=((40, 30), (2, 90), (21, 5)), heads=6, num_splits=1),
     "sequences of float16": Case(num_tokens=0, sequences=((8, 129), (8, 1)), dtype=torch.float16),
+    "sinks": Case(sinks=True, num_splits=1),
+    "sinks and splits": Case(sinks=True, num_splits=3, heads=6),
+    "sinks and splits without keys": Case(sinks=True, length=10, num_splits=7),
+    "sinks of sequences": Case(num_tokens=0, sequences=((3, 40), (0, 5), (9, 0)), sinks=True),
+    "sinks of bfloat16": Case(sinks=True, dtype=torch.bfloat16, num_splits=2),
     "512 tokens": Case(num_tokens=512, heads=2, kv_heads=1, capacity=600),
 }
 # Largest error of an output, in eps of the dtype over the largest value: sums are in float32, where scores carry an eps
@@ -69,6 +75,7 @@ class Drawn:
     visible_TT: torch.Tensor
     slot_mapping_T: torch.Tensor
     scale: float
+    sinks_H: torch.Tensor | None
     expected_1HTE: torch.Tensor
 
 
@@ -92,11 +99,16 @@ def draw(case: Case, device: torch.device) -> Drawn:
     k_HND, v_HNE = (x[0, :, :end].double().repeat_interleave(case.heads // case.kv_heads, 0) for x in (k, v))
     scores_HTN = q[0].double() @ k_HND.mT * scale
     scores_HTN[..., case.length :].masked_fill_(~visible_TT, -torch.inf)
+    sinks = torch.linspace(-2, 4, case.heads).to(case.dtype) if case.sinks else None
+    if sinks is not None:
+        scores_HTN = torch.cat([scores_HTN, sinks.double()[:, None, None].expand(-1, case.num_tokens, 1)], -1)
+        v_HNE = torch.nn.functional.pad(v_HNE, (0, 0, 0, 1))
     expected = (scores_HTN.softmax(-1) @ v_HNE)[None]
     k[:, :, end:] = torch.nan
     v[:, :, end:] = torch.nan
     slots = torch.arange(case.length, end)
-    return Drawn(*(x.to(device) for x in (q, k, v, visible_TT, slots)), scale, expected.to(device))
+    sinks = None if sinks is None else sinks.to(device)
+    return Drawn(*(x.to(device) for x in (q, k, v, visible_TT, slots)), scale, sinks, expected.to(device))
 
 
 def draw_sequences(case: Case, device: torch.device) -> tuple[Drawn, torch.Tensor]:
@@ -121,6 +133,7 @@ def draw_sequences(case: Case, device: torch.device) -> tuple[Drawn, torch.Tenso
         torch.block_diag(*(step.visible_TT for step in steps)).bool(),
         steps[0].slot_mapping_T,
         steps[0].scale,
+        steps[0].sinks_H,
         torch.cat([step.expected_1HTE for step in steps], 2),
     )
     return together, torch.tensor(sequences, device=device)
@@ -138,7 +151,8 @@ def worst_error(case: Case, device: torch.device) -> float:
     for mask_TT, slots in product((step.visible_TT, additive_TT), (step.slot_mapping_T, None)):
         keys = step.k_1GCD.shape[2] if slots is not None else end
         k, v = step.k_1GCD[:, :, :keys], step.v_1GCE[:, :, :keys]
-        out = launch_tree_attention(step.q_1HTD, k, v, mask_TT, slots, step.scale, sequences, case.num_splits or None)
+        laid_out = step.q_1HTD, k, v, mask_TT, slots, step.scale, sequences
+        out = launch_tree_attention(*laid_out, step.sinks_H, case.num_splits or None)
         assert out.shape == step.expected_1HTE.shape and out.dtype == case.dtype
         errors.append((out.double() - step.expected_1HTE).abs().max())
     largest_value = step.v_1GCE[:, :, :end].double().abs().nan_to_num().max()

@@ -67,6 +67,7 @@ def tree_attention(
     slot_mapping_T: torch.Tensor | None,
     scale: float,
     sequences_Q4: torch.Tensor | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`lp.attention.tree_kernel.tree_attention` with an additive mask, without Triton."""
     dtypes = (*HALVES, torch.float32)
@@ -79,7 +80,9 @@ def tree_attention(
             own = slice(first_token, first_token + num_tokens)
             if num_tokens:
                 k, v = (x[:, :, first_slot : first_slot + length + num_tokens] for x in (k_1GND, v_1GND))
-                out_1HTD[:, :, own] = tree_attention(q_1HTD[:, :, own], k, v, mask_TT[own, own], None, scale)
+                out_1HTD[:, :, own] = tree_attention(
+                    q_1HTD[:, :, own], k, v, mask_TT[own, own], None, scale, None, sinks_H
+                )
         return out_1HTD.transpose(1, 2).contiguous().transpose(1, 2)
     num_tokens = len(mask_TT)
     end = k_1GND.shape[2] if slot_mapping_T is None else int(slot_mapping_T[0]) + num_tokens
@@ -87,6 +90,10 @@ def tree_attention(
     k_1HND, v_1HND = (x[:, :, :end].float().repeat_interleave(repeats, 1) for x in (k_1GND, v_1GND))
     scores_1HTN = q_1HTD.float() @ k_1HND.mT * scale
     scores_1HTN[..., end - num_tokens :] += mask_TT.float()
+    if sinks_H is not None:
+        sinks_1HT1 = sinks_H.float()[None, :, None, None].expand(*scores_1HTN.shape[:3], 1)
+        scores_1HTN = torch.cat([scores_1HTN, sinks_1HT1], -1)
+        v_1HND = torch.nn.functional.pad(v_1HND, (0, 0, 0, 1))
     out_1HTD = (scores_1HTN.softmax(-1) @ v_1HND).to(q_1HTD.dtype)
     return out_1HTD.transpose(1, 2).contiguous().transpose(1, 2)
 
