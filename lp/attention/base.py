@@ -17,16 +17,34 @@ Mask = torch.Tensor | BlockMask
 
 
 @dataclass(frozen=True)
+class Window:
+    """Which of the keys up to its own position a token sees, in layers with local attention.
+
+    Attributes:
+        size: number of tokens.
+        chunked: it sees those of its own chunk, which begins at a multiple of `size` (Llama 4); else the last ones, its
+            own included.
+    """
+
+    size: int
+    chunked: bool = False
+
+    def starts(self, positions: torch.Tensor) -> torch.Tensor:
+        """The first position that a token at each of these sees."""
+        return positions // self.size * self.size if self.chunked else positions - self.size + 1
+
+
+@dataclass(frozen=True)
 class StepView:
     """Which keys the tokens of a step see, in layers of one kind.
 
     Attributes:
         visible_TT: bool, which tokens of the step each one sees.
         positions_T: int64.
-        length: L, all seen by every token of the step, but for a sliding window; C, if `slot_mapping_T` is given.
+        length: L, all seen by every token of the step, but for a window; C, if `slot_mapping_T` is given.
         slot_mapping_T: int64, the cache slot of each token of the step: a token sees the slots before the first one,
             and none behind the last. None: the step's keys follow the cached ones.
-        window: tokens that a layer with a sliding window sees, the query's own included; None: full attention.
+        window: what a layer with local attention sees; None: full attention.
         dtype: the model's dtype, which an additive mask has.
     """
 
@@ -34,7 +52,7 @@ class StepView:
     positions_T: torch.Tensor
     length: int
     slot_mapping_T: torch.Tensor | None
-    window: int | None
+    window: Window | None
     dtype: torch.dtype
 
     @property
@@ -42,8 +60,8 @@ class StepView:
         """It has a single token, which sees all keys."""
         return len(self.positions_T) == 1 and self.slot_mapping_T is None and self.window is None
 
-    def within(self, window: int | None) -> StepView:
-        """What layers with this sliding window see; None: with full attention."""
+    def within(self, window: Window | None) -> StepView:
+        """What layers with this window see; None: with full attention."""
         return self if window == self.window else replace(self, window=window)
 
     def visible_TN(self) -> torch.Tensor:
@@ -61,7 +79,7 @@ class StepView:
             visible_TN = (index_C < 0) | (index_C < num_tokens) & self.visible_TT[:, token_C]
             key_positions_N = torch.where(index_C < 0, index_C + first_slot, self.positions_T[token_C])
         if self.window is not None:
-            visible_TN = visible_TN & (self.positions_T[:, None] - key_positions_N[None] < self.window)
+            visible_TN = visible_TN & (key_positions_N >= self.window.starts(self.positions_T)[:, None])
         return visible_TN
 
 
@@ -81,8 +99,8 @@ class ForestView:
         """The model's dtype."""
         return self.parts[0].dtype
 
-    def within(self, window: int | None) -> ForestView:
-        """What layers with this sliding window see; None: with full attention."""
+    def within(self, window: Window | None) -> ForestView:
+        """What layers with this window see; None: with full attention."""
         return ForestView([part.within(window) for part in self.parts])
 
     def visible_TN(self) -> torch.Tensor:
@@ -112,12 +130,12 @@ class PooledView:
     lengths_T: torch.Tensor
     sequences_Q4: torch.Tensor
     num_slots: int
-    window: int | None
+    window: Window | None
     dtype: torch.dtype
     sees_everything: ClassVar[bool] = False
 
-    def within(self, window: int | None) -> PooledView:
-        """What layers with this sliding window see; None: with full attention."""
+    def within(self, window: Window | None) -> PooledView:
+        """What layers with this window see; None: with full attention."""
         return self if window == self.window else replace(self, window=window)
 
     def visible_TN(self) -> torch.Tensor:
@@ -127,8 +145,9 @@ class PooledView:
         cached_TN = (key_positions_TN >= 0) & (key_positions_TN < self.lengths_T[:, None])
         own_TT = self.visible_TT
         if self.window is not None:
-            cached_TN = cached_TN & (self.positions_T[:, None] - key_positions_TN < self.window)
-            own_TT = own_TT & (self.positions_T[:, None] - self.positions_T < self.window)
+            starts_T1 = self.window.starts(self.positions_T)[:, None]
+            cached_TN = cached_TN & (key_positions_TN >= starts_T1)
+            own_TT = own_TT & (self.positions_T >= starts_T1)
         return cached_TN.index_copy(1, self.slots_T, own_TT)
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from lp.attention.base import PooledView, StepView
+from lp.attention.base import PooledView, StepView, Window
 
 DEPTH = 32  # positions behind the cached ones that a step may reach
 UNIT = 64  # tails begin at multiples of it
@@ -96,8 +96,8 @@ def key_places(view: StepView | PooledView) -> KeyPlaces:
     keys_TU = F.pad(first_keys_T[:, None] + key_positions_TU, (0, 1))
     at_TT = at_TT.masked_fill(elsewhere_TT, TAIL)
     keys_TU.scatter_reduce_(1, at_TT, own_keys_T.expand(num_tokens, -1), "amax")
-    window = torch.iinfo(torch.int32).max if view.window is None else view.window
-    window_starts_T = positions_T - window + 1
+    window = view.window or Window(torch.iinfo(torch.int32).max)
+    window_starts_T = window.starts(positions_T)
     seen_TU = (key_positions_TU <= positions_T[:, None]) & (key_positions_TU >= window_starts_T[:, None])
     tail_keys_TU = torch.where(seen_TU, keys_TU[:, :TAIL], own_keys_T[:, None])
     places = KeyPlaces(starts_T, window_starts_T, tail_keys_TU, seen_TU, sequences_Q4)

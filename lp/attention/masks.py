@@ -1,16 +1,25 @@
-"""The masks of a step for one model, whose layers may be of two kinds: full attention and sliding window."""
+"""The masks of a step for one model, whose layers may be of several kinds: full attention, sliding window, chunks."""
 
 from __future__ import annotations
 
 import torch
 from transformers import PretrainedConfig
 
-from lp.attention.base import AttentionBackend, Mask, View
+from lp.attention.base import AttentionBackend, Mask, View, Window
 from lp.errors import UserError
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
-KINDS = {FULL, SLIDING}
+CHUNKED = "chunked_attention"
+KINDS = {FULL, SLIDING, CHUNKED}
+_COMPRESSED = "keys stand for several tokens each, by their cache slots"
+# Why a tree mask cannot say what a token sees, in the layers of some kinds.
+OBSTACLES = {
+    "indexed_attention": "an indexer with a cache of its own picks the keys, and of equal ones by their cache slots",
+    "compressed_sparse_attention": _COMPRESSED,
+    "heavily_compressed_attention": _COMPRESSED,
+    "local": "its window is counted in cache slots",
+}
 # Layers without attention, and what their masks are called: they are handed none, since nothing is padded.
 UNMASKED = {"linear_attention", "conv", "moe", "mlp"}
 Masks = Mask | dict[str, Mask | None] | None  # of a step; by kind of layer where a model mixes them
@@ -34,11 +43,20 @@ def layer_kinds(config: PretrainedConfig) -> set[str]:
     if HYBRID in kinds:
         kinds = kinds - {HYBRID} | {FULL}
     if kinds - KINDS:
+        reasons = sorted({OBSTACLES[kind] for kind in kinds & OBSTACLES.keys()})
+        why = f" ({'; '.join(reasons)})" if reasons else ""
         raise UserError(
-            f"model type {config.model_type!r} has layers of kind {sorted(kinds - KINDS)}, which take no tree mask; "
-            f"supported are {sorted(KINDS)}"
+            f"model type {config.model_type!r} has layers of kind {sorted(kinds - KINDS)}, "
+            f"which take no tree mask{why}; supported are {sorted(KINDS)}: "
+            "decode it with AutoregressiveDecoder"
         )
     return kinds
+
+
+def window_of(kind: str, config: PretrainedConfig) -> Window | None:
+    """What a token sees in layers of a kind; None: everything before it."""
+    size = getattr(config, {SLIDING: "sliding_window", CHUNKED: "attention_chunk_size"}.get(kind, ""), None)
+    return Window(size, kind == CHUNKED) if size else None
 
 
 class StepMasks:
@@ -74,6 +92,5 @@ class StepMasks:
             return None
         masks: dict[str, Mask | None] = dict.fromkeys(self.unmasked)
         for kind in sorted(self.kinds):
-            window = getattr(self.config, "sliding_window", None) if kind == SLIDING else None
-            masks[kind] = self.backend.mask(view.within(window))
+            masks[kind] = self.backend.mask(view.within(window_of(kind, self.config)))
         return masks if len(masks) > 1 else masks.popitem()[1]

@@ -36,6 +36,7 @@ from lp.models.model_lock import lock_of
 from lp.models.new_cache import new_cache
 from lp.models.probe import check_tree_mask
 from lp.models.prompt_images import PromptImages
+from lp.models.query_scales import scaled_by_position
 from lp.models.recurrent_layers import recurrent_shapes, tree_forward
 from lp.models.releases import cache_keyword
 from lp.models.rope import rope_boundary
@@ -140,7 +141,7 @@ class ModelRunner:
     ) -> None:
         check_supported(model.config)
         self._adapters = AdapterRows()
-        self._view = ModelView(model, lambda module: tree_forward(module) or self._adapters.forward_of(module))
+        self._view = ModelView(model, self._forward_of)
         self.original = model
         self.model = self._view.model
         self.config = self.model.config.get_text_config()
@@ -188,6 +189,10 @@ class ModelRunner:
     def attention(self) -> str:
         """The name of the attention backend."""
         return self.backend.name
+
+    def _forward_of(self, module: torch.nn.Module) -> Callable[..., Any] | None:
+        """What replaces the forward of a module in the view; None: nothing."""
+        return tree_forward(module) or scaled_by_position(module) or self._adapters.forward_of(module)
 
     def _choose_backend(self, backends: Sequence[AttentionBackend], probe: bool) -> None:
         """Take the first backend that the model honours a tree mask with; a warning says why not an earlier one."""

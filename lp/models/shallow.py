@@ -11,6 +11,7 @@ from torch import nn
 
 from lp.attention.registry import set_attention
 from lp.models.fused import FusedModel
+from lp.models.query_scales import scaled_by_position
 from lp.models.recurrent_layers import tree_forward
 from lp.models.runner import ModelRunner
 from lp.models.view import ModelView
@@ -35,7 +36,7 @@ def shallow_runner(runner: ModelRunner, around: Callable[[Layer], Layer]) -> tup
     if isinstance(runner.network, FusedModel):
         shallow.network = runner.network.first_layer(around)
         return shallow, num_layers
-    view = ModelView(runner.original, tree_forward).model
+    view = ModelView(runner.original, lambda module: tree_forward(module) or scaled_by_position(module)).model
     set_attention(view, runner.backend)
     shallow.model = shallow.network = view
     if _cut(view, num_layers, around):

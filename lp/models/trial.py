@@ -14,7 +14,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lp.attention.base import AttentionBackend, StepView
-from lp.attention.masks import FULL, SLIDING, named_kinds
+from lp.attention.masks import layer_kinds, named_kinds, window_of
 from lp.draft.layout import ancestors
 from lp.models.captured_steps import CapturedSteps
 from lp.models.kv_cache import StaticKVCache
@@ -99,8 +99,7 @@ class Trial:
     def visible_keys(self, layer: int) -> torch.Tensor:
         """Which keys the nodes see in a layer, bool (T, N): of the prefix, then of the step."""
         config = self.runner.config
-        window = getattr(config, "sliding_window", None)
-        kind = (named_kinds(config) or [SLIDING if window else FULL] * config.num_hidden_layers)[layer]
+        kind = (named_kinds(config) or [*layer_kinds(config)] * config.num_hidden_layers)[layer]
         device = self.runner.device
         visible_TT = torch.from_numpy(self.visible).to(device)
         positions_T = torch.tensor(self.positions, device=device)
@@ -109,7 +108,7 @@ class Trial:
             positions_T,
             self.positions[0],
             None,
-            window if kind == SLIDING else None,
+            window_of(kind, config),
             self.runner.model.dtype,
         ).visible_TN()
 

@@ -97,7 +97,7 @@ def test_the_combination_compiles(capability: int) -> None:
 
 @pytest.mark.parametrize("capability", [80, 90])
 def test_sinks_compile(capability: int) -> None:
-    """Of gpt_oss: 8 heads a KV head, 64 numbers each; in the one pass that has no combination."""
+    """Without splits, the first kernel adds the sinks itself; in the shapes of gpt_oss."""
     sizes = tree_kernel.block_sizes(512, 64, 64, 2)
     options = {name: sizes.pop(name) for name in ("num_warps", "num_stages")}
     flags = {"HAS_SLOTS": True, "HAS_SEQUENCES": False, "SPLIT": False, "ADDITIVE": True, "HAS_SINKS": True}

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import lp
+from lp.attention.base import Window
 from tests.conftest import GPU_DRY_RUN
 from tests.gpu.parity import DEVICE, DTYPES, VOCABULARY, model_of
 from tests.support.by_position_cases import LENGTHS, SMALL, Case, differing, worst_error
@@ -27,7 +28,7 @@ LARGE = {
     )
     for heads, kv_heads in ((32, 8), (8, 8))
     for dim in (64, 80, 128)
-    for window in (None, 300)
+    for window in (None, Window(300), Window(300, chunked=True))
     for dtype in (torch.float16, torch.bfloat16, torch.float32)
 }
 CASES = SMALL | LARGE

@@ -20,7 +20,6 @@ NEVER = {arch for arch in MATRIX if not runs_here(arch)} | {
     "gpt_neo",
     "t5",
     "mamba",
-    "llama4",
 }
 NO_SDPA = set() if GPTJForCausalLM._supports_sdpa else {"gptj"}  # it came with transformers 5.24
 EAGER_ONLY = {"gemma2", "mamba2"} | NO_SDPA

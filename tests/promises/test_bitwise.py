@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import lp
+from lp.attention.base import Window
 from lp.attention.by_position import attention_by_position
 from lp.attention.key_places import DEPTH, TAIL, key_places
 from lp.draft.layout import ancestors
@@ -34,8 +35,8 @@ ARCHITECTURES = ("llama", "qwen3", "gemma3", "mixtral", "qwen3_moe", "qwen2_moe"
 NEW = 24
 
 
-@pytest.mark.parametrize("window", [None, 20, 300])
-def test_it_is_softmax_attention(window: int | None) -> None:
+@pytest.mark.parametrize("window", [None, Window(20), Window(300), Window(20, chunked=True), Window(300, chunked=True)])
+def test_it_is_softmax_attention(window: Window | None) -> None:
     """A key too many or too few, at a tile's border or in a tail, is far above rounding; held against float64."""
     for seed, length in enumerate(LENGTHS):
         parents, positions = drawn_tree(random.Random(seed), length)

@@ -33,7 +33,7 @@ CONFIG = lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=6)
 FEW = lp.LookaheadConfig(window_size=2, ngram_size=3, guess_set_size=2)  # of few shapes, each captured once
 NEW = 16
 # They take no tree mask.
-REFUSED = {"bloom", "falcon_alibi", "roformer", "rwkv", "gpt_neo", "mpt", "t5", "mamba", "llama4"}
+REFUSED = {"bloom", "falcon_alibi", "roformer", "rwkv", "gpt_neo", "mpt", "t5", "mamba"}
 # Their rotary frequencies change with the length, so that `auto` does not try to capture them.
 SHIFTING = {"llama_dynamic", "llama_longrope", "phi3_longrope"}
 # Their forward pass waits for the GPU: plain experts ask which are used, Falcon's rotary asks whether to scale.

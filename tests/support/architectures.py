@@ -67,7 +67,7 @@ VARIANTS = {
     "mamba2": "Mamba-2 alone",
     "lfm2": "short convolutions",
     "lfm2_moe": "short convolutions, experts",
-    "llama4": "chunked and full attention",
+    "llama4": "chunks, layers without positions whose queries are scaled, experts",
     "gpt_neo": "local attention by cache slot",
     "roformer": "rotary positions by cache slot",
 }

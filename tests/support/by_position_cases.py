@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lp.attention.base import PooledView, StepView
+from lp.attention.base import PooledView, StepView, Window
 from lp.attention.by_position import attention_by_position
 from lp.attention.key_places import DEPTH, TILE, KeyPlaces, key_places
 from lp.draft.layout import ancestors
@@ -44,7 +44,7 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def view_of(parents: list[int], positions: list[int], length: int, window: int | None = None) -> StepView:
+def view_of(parents: list[int], positions: list[int], length: int, window: Window | None = None) -> StepView:
     return StepView(torch.from_numpy(ancestors(parents)), torch.tensor(positions), length, None, window, torch.float32)
 
 
@@ -58,15 +58,17 @@ class Case:
     most_tokens: int = 10
     dim: int = 16
     value_dim: int = 0
-    window: int | None = None
+    window: Window | None = None
     dtype: torch.dtype = torch.float32
 
 
 FEW = (TILE + 97,)
 SMALL = {
     "prefixes": Case((0, 63, 96, 97, TILE + DEPTH, 700), heads=2, kv_heads=1),
-    "sliding window of 20": Case(FEW, window=20),
-    "sliding window of 300": Case((700,), window=300),
+    "sliding window of 20": Case(FEW, window=Window(20)),
+    "sliding window of 300": Case((700,), window=Window(300)),
+    "chunks of 20": Case(FEW, window=Window(20, chunked=True)),
+    "chunks of 300": Case((290, 700), window=Window(300, chunked=True)),
     "three heads of a KV head": Case(FEW, heads=6, most_tokens=40),
     "as many KV heads": Case(FEW, kv_heads=4),
     "head dimension 80, values of 24": Case(FEW, dim=80, value_dim=24),

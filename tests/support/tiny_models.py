@@ -204,6 +204,12 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "Lfm2MoeConfig",
         _BASE | _EXPERTS | {"layer_types": ["conv", "full_attention"], "num_experts": 4, "num_dense_layers": 1},
     ),
+    "llama4": (
+        "Llama4TextConfig",
+        _BASE
+        | {"layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0], "attention_chunk_size": 12}
+        | {"floor_scale": 8, "attn_scale": 0.7, "intermediate_size_mlp": 48, "num_local_experts": 2, "head_dim": 8},
+    ),
     # Refused.
     "bloom": ("BloomConfig", _OLD_BASE),
     "falcon_alibi": ("FalconConfig", _OLD_BASE | _FALCON | {"alibi": True}),
@@ -213,10 +219,6 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "mpt": ("MptConfig", {"vocab_size": VOCABULARY, "d_model": 32, "n_heads": 4, "n_layers": 2}),
     "t5": ("T5Config", {"vocab_size": VOCABULARY, "d_model": 32, "d_ff": 48, "num_layers": 1, "num_heads": 4}),
     "mamba": ("MambaConfig", {"vocab_size": VOCABULARY, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 1}),
-    "llama4": (
-        "Llama4TextConfig",
-        _BASE | {"layer_types": ["chunked_attention", "full_attention"], "num_local_experts": 2, "head_dim": 8},
-    ),
 }
 MATRIX = [arch for arch, (name, _) in _CONFIGS.items() if hasattr(tf, name)]  # not every release has them all
 # Those over which the other tests draw.
