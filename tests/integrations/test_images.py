@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel, pipeline
 
 import lp
 from lp.models.prompt_images import PromptImages
 from tests.conftest import some_of
+from tests.support.image_folders import picture, save_image_model
 from tests.support.image_models import IMAGE, IMAGE_MODELS, generated, image_model, image_prompt
 
 NEW = 16
@@ -105,3 +108,34 @@ def test_videos_are_left_to_transformers() -> None:
         PromptImages.of(
             model, prompt, {"mm_encoder_outputs": encoded, "mm_token_type_ids": inputs["mm_token_type_ids"]}
         )
+
+
+@pytest.mark.parametrize("name", ["llava", "gemma3", "idefics3"])
+def test_a_pipeline(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`pipeline("image-text-to-text")` with `custom_generate`, and of an accelerated model; chats and plain prompts."""
+    pillow = pytest.importorskip("PIL.Image", reason="the package pillow is not installed")
+    save_image_model(tmp_path, name)
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float64)
+    processor = AutoProcessor.from_pretrained(tmp_path)
+    pipe = pipeline("image-text-to-text", model=model, processor=processor)
+
+    def answers(**options: Any) -> list[Any]:
+        greedy = {"max_new_tokens": NEW, "do_sample": False, **options}
+        calls = []
+        for seed in (1, 2):
+            image = pillow.open(io.BytesIO(picture(seed)))
+            text = [{"type": "image", "image": image}, {"type": "text", "text": "what is it"}]
+            chat = [{"role": "user", "content": text}]
+            calls.append(pipe(text=chat, return_full_text=False, generate_kwargs=dict(greedy)))
+            prompt = processor.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)
+            calls.append(pipe(images=image, text=prompt, generate_kwargs=dict(greedy)))
+        return calls
+
+    expected = answers()
+    calls = counting(monkeypatch)
+    assert answers(custom_generate=lp.generate, window_size=4, ngram_size=3, guess_set_size=4) == expected
+    lp.accelerate(model)
+    assert answers() == expected
+    lp.restore(model)
+    assert len(calls) == 8
+    assert expected[0] != expected[2]  # another image
