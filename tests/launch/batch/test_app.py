@@ -14,11 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoProcessor
 
 import lp
 from lp.commands import install_command
 from tests.conftest import LONG, Processes
 from tests.support.apps import Ran, save_tiny_model
+from tests.support.image_folders import data_url, picture, save_image_model
+from tests.support.image_models import generated
 
 for package in ("fastapi", "prometheus_client", "httpx"):
     pytest.importorskip(package, reason="the extra `serve` is not installed")
@@ -31,6 +34,7 @@ pytestmark = pytest.mark.xdist_group("batch")
 FIXED = ["decoder=lookahead", "W=5", "N=3", "G=4", "cache_tokens=8192"]
 KILLS = 8 if LONG else 1
 REQUESTS = 14
+WORDS = {"type": "text", "text": "what is it"}
 
 BAD = {
     "input=": "input is missing; give input=...",
@@ -203,6 +207,32 @@ def test_answers_are_the_decoders(
     again = start_app(batch, "batch", f"input={path}", f"out={out}", "model=hf", "model.name=./none")
     assert again.code == 0 and out.read_bytes() == before, again.err
     assert f"{REQUESTS + 6} of them by an earlier run" in again.out
+
+
+def test_images(start_app: Callable[..., Ran], tmp_path: Path) -> None:
+    """Chats with images are what transformers answers; one that cannot be read is an error of its own request."""
+    pytest.importorskip("PIL", reason="the package pillow is not installed")
+    model, _ = lp.load(save_image_model(tmp_path / "llava"), dtype="float64")
+    processor = AutoProcessor.from_pretrained(tmp_path / "llava")
+    urls = {str(seed): data_url(picture(seed)) for seed in range(3)} | {"broken": data_url(b"no image")}
+    chats = {name: [{"role": "user", "content": [{"type": "image", "url": url}, WORDS]}] for name, url in urls.items()}
+    lines = []
+    for name, url in urls.items():
+        content = [{"type": "image_url", "image_url": {"url": url}}, WORDS]
+        message = {"role": "user", "content": content}
+        lines.append(line(name, "chat/completions", messages=[message], max_tokens=12, temperature=0))
+    path, out = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    settings = ["model=hf", f"model.name={tmp_path / 'llava'}", "model.dtype=float64", *FIXED]
+    ran = start_app(batch, "batch", f"input={path}", f"out={out}", *settings)
+    assert ran.code == 0, ran.err
+    found = read(out)
+    assert found.pop("broken")["response"]["status_code"] == 400
+    for name, record in found.items():
+        inputs = processor.apply_chat_template(
+            chats[name], add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+        )
+        expected = processor.decode(generated(model, inputs, 12), skip_special_tokens=True)
+        assert record["response"]["body"]["choices"][0]["message"]["content"] == expected, name
 
 
 def test_an_engine_that_fails_loses_no_request(
