@@ -151,6 +151,7 @@ def test_a_first_run_ends_as_any_other(name: str, processes: Processes, tmp_path
     assert not [*tmp_path.glob("outputs/*/*")]
 
 
+@pytest.mark.slow  # half a minute: it compiles in two processes
 def test_a_module_of_a_clone_begins_again(processes: Processes, tmp_path: Path) -> None:
     """`python -m launch.benchmark` has imported lp's functions, as Python, before anything can be compiled."""
     ran = first_run(processes, tmp_path, ["benchmark", *REFUSED], MODULE)

@@ -1,4 +1,4 @@
-"""Images of a prompt: what a processor gives besides the token ids, and what the model's own first pass makes of it.
+"""Images and videos of a prompt: what a processor gives besides token ids, and what the model's own first pass makes.
 
 The prompt up to the last token that holds an image's place is one pass of the model as `generate` runs it, with its own
 mask (Gemma 3 sees both ways within an image) and its own positions (Qwen-VL's have three axes). Behind it positions
@@ -38,11 +38,13 @@ EXACT = {
     "qwen3_vl_moe",
     "smolvlm",
 }
+# Those of which the same was found with videos.
+EXACT_WITH_VIDEOS = {"qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"}
 # What `forward` takes that is no image: lp gives it, or it belongs to training.
 NOT_INPUTS = {"inputs_embeds", "position_ids", "labels", "use_cache", "logits_to_keep", "past_key_values", "cache"}
 HANDED_OVER = {"attention_mask", "position_ids"}  # with the images, which they are not
 TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")  # (1, L): not 0 where a token holds an image's place
-PLACEHOLDERS = ("image_token_id", "image_token_index")  # of a config
+PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id")  # of a config
 KEY_BITS = 31  # of a key in place of a token id: keys are negative int32s
 NUM_KEYS = 4
 
@@ -193,11 +195,12 @@ def _check_inputs(inputs: Mapping[str, Any], kind: str) -> None:
         kind: the model's type.
     """
     encoded = [name for value in inputs.values() if isinstance(value, Mapping) for name in value]
+    with_videos = kind in EXACT_WITH_VIDEOS
     for name in (*inputs, *encoded):
-        if any(medium in name for medium in ("video", "audio", "input_features")):
+        if any(medium in name for medium in ("audio", "input_features", *(() if with_videos else ("video",)))):
             raise UserError(
-                f"{name} is given, and of {kind!r} only images are known to be exact: use generate as it is, or leave "
-                "it out"
+                f"{name} is given, and of {kind!r} only images{' and videos' if with_videos else ''} are known to be "
+                "exact: use generate as it is, or leave it out"
             )
     for name, value in inputs.items():
         parts = value if isinstance(value, list | tuple) and name not in TOKEN_TYPES else [value]

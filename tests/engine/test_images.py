@@ -10,14 +10,22 @@ import torch
 
 import lp
 from lp.engine.engine import Engine
-from lp.models.prompt_images import EXACT, PromptImages
+from lp.models.prompt_images import EXACT, EXACT_WITH_VIDEOS, PromptImages
 from lp.parallel.context import ParallelContext
 from lp.parallel.thread_ranks import run_lockstep
 from tests.conftest import some_of
 from tests.support.architectures import PAGE, versions
 from tests.support.captured import captured_runner
 from tests.support.image_matrix import image_page
-from tests.support.image_models import IMAGE, IMAGE_MODELS, generated, image_model, image_prompt, skip_without
+from tests.support.image_models import (
+    IMAGE,
+    IMAGE_MODELS,
+    generated,
+    image_model,
+    image_prompt,
+    skip_without,
+    video_prompt,
+)
 from tests.support.tiny_models import CLOSE, tiny_model
 
 FIXED = lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=6)
@@ -65,6 +73,33 @@ def test_images(name: str) -> None:
             output = decoder.generate(**inputs, max_new_tokens=NEW, output_logits=True)
             assert output.tokens == expected.argmax(-1).tolist()
             assert (output.logits - expected).abs().max() < CLOSE * spread
+
+
+@pytest.mark.parametrize("name", some_of(sorted(EXACT_WITH_VIDEOS & {*IMAGE_MODELS}), 3))
+@pytest.mark.parametrize("images", [0, 2])
+def test_videos(name: str, images: int) -> None:
+    """As images; on several ranks, and in batches, they are the same fields."""
+    model = image_model(name)
+    inputs = video_prompt(name, 3, images)
+    expected = generated_logits(model, inputs)
+    spread = expected.std()
+    others = generated_logits(model, inputs | {"pixel_values_videos": inputs["pixel_values_videos"].flip(0, -1) * 0.5})
+    assert (others[0] - expected[0]).abs().max() > 5 * CLOSE * spread, "the video must count for something"
+    decoder = lp.LookaheadDecoder(model, FIXED)
+    output = decoder.generate(**inputs, max_new_tokens=NEW, output_logits=True)
+    assert output.tokens == expected.argmax(-1).tolist()
+    assert (output.logits - expected).abs().max() < CLOSE * spread
+    assert generated(model, inputs, NEW, custom_generate=lp.generate) == output.tokens
+    with Engine(decoder, 2, 2000) as engine:
+        reuses = engine._core._caches.reuses
+        outputs = []
+        for factor in (1, 1, 2):  # of the pixels
+            again = inputs | {"pixel_values_videos": factor * inputs["pixel_values_videos"]}
+            handle = engine.submit(**again, max_new_tokens=NEW)
+            engine.run()
+            outputs.append(handle.result())
+            assert outputs[-1].tokens == generated(model, again, NEW)
+    assert bool(outputs[1].reused) == reuses and not outputs[2].reused
 
 
 @pytest.mark.parametrize("name", some_of(IMAGE_MODELS, 3))
@@ -220,11 +255,12 @@ def test_frequencies_that_change_with_the_length_are_refused() -> None:
 
 
 def test_what_no_run_has_shown_to_be_exact_is_refused() -> None:
-    """Videos, and the lists of a processor that was not asked for tensors."""
+    """Videos of some models, and the lists of a processor that was not asked for tensors."""
+    other = image_prompt("llava", 1, 1)
+    with pytest.raises(ValueError, match="pixel_values_videos is given, and of 'gemma4' only images are known"):
+        PromptImages.of(image_model("gemma4"), [1], {"pixel_values_videos": other["pixel_values"]})
     model, inputs = image_model("qwen2_5_vl"), image_prompt("qwen2_5_vl", 1, 1)
     decoder = lp.LookaheadDecoder(model, FIXED)
-    with pytest.raises(ValueError, match="pixel_values_videos is given, and of 'qwen2_5_vl' only images"):
-        decoder.generate(**inputs, pixel_values_videos=inputs["pixel_values"])
     with pytest.raises(ValueError, match="image_grid_thw is a list; call the processor with return_tensors"):
         decoder.generate(**inputs | {"image_grid_thw": inputs["image_grid_thw"].tolist()})
     with pytest.raises(ValueError, match="prompt 0 has 'max_new_tokens'; give it beside the prompts"):

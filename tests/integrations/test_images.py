@@ -99,15 +99,13 @@ def test_the_model_is_taken_for_the_same_behind_each_text() -> None:
     assert decoder.runner.model is view
 
 
-def test_videos_are_left_to_transformers() -> None:
+def test_other_media_are_left_to_transformers() -> None:
     """No run has shown that texts behind them are exact; transformers hands them over encoded, under another name."""
-    model, inputs = image_model("qwen2_5_vl"), image_prompt("qwen2_5_vl", 1, 1)
-    encoded = {"video": model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"])}
-    prompt = inputs["input_ids"][0].tolist()
-    with pytest.raises(ValueError, match="video is given, and of 'qwen2_5_vl' only images are known to be exact"):
-        PromptImages.of(
-            model, prompt, {"mm_encoder_outputs": encoded, "mm_token_type_ids": inputs["mm_token_type_ids"]}
-        )
+    for name, medium, known in (("gemma4", "video", "images"), ("qwen2_5_vl", "audio", "images and videos")):
+        model, inputs = image_model(name), image_prompt(name, 1, 1)
+        given = {"mm_token_type_ids": inputs["mm_token_type_ids"]} | {"mm_encoder_outputs": {medium: torch.ones(1)}}
+        with pytest.raises(ValueError, match=f"{medium} is given, and of '{name}' only {known} are known to be exact"):
+            PromptImages.of(model, inputs["input_ids"][0].tolist(), given)
 
 
 @pytest.mark.parametrize("name", ["llava", "gemma3", "idefics3"])

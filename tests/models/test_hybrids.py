@@ -201,6 +201,7 @@ def test_bytes_of_states_and_stash() -> None:
     assert cache.recurrent.nbytes() == state + 31 * token
 
 
+@pytest.mark.subset(1)
 @pytest.mark.parametrize("arch", ["nemotron_h", "zamba2", "mamba2"])
 def test_limits_of_time_steps_hold_in_the_prompt_alone(arch: str) -> None:
     """Transformers computes the prompt's last token with the others, and we as the root of the first step."""

@@ -113,7 +113,7 @@ def test_a_gpu_that_is_full_while_steps_are_captured_and_replayed(gpu: Simulated
         return lp.LookaheadDecoder(on_gpu, CONFIG, capture="graph").generate(IDS, NEW, SAMPLING).tokens
 
     failing = places(run, every=10)  # a run that captures its steps takes a second
-    for number in failing[:: 1 if LONG else 15]:
+    for number in failing[:: 1 if LONG else 25]:
         lp.release(on_gpu)  # so that steps are captured again
         with contextlib.suppress(torch.OutOfMemoryError, lp.UserError), Allocations(number):
             assert run() == expected

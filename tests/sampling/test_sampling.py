@@ -238,7 +238,7 @@ PAIRS: dict[str, Any] = {"draws": DRAWS_OF_PAIRS, "vocabulary": 5, "sharpness": 
 PENALTY = tf.RepetitionPenaltyLogitsProcessor(20.0, prompt_ignore_length=len(PROMPT))
 
 
-@pytest.mark.subset(2)
+@pytest.mark.subset(1)
 @pytest.mark.parametrize(
     ("ranks", "asked"),
     [
@@ -276,6 +276,7 @@ def test_faulty_processing_under_rejection_is_caught(fault: str, monkeypatch: py
     assert _rejection_p(1, **PAIRS, **asked) < 0.001
 
 
+@pytest.mark.slow  # half a minute of draws
 def test_rejection_without_renormalising_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: the residual is not renormalised, so later drafts are accepted too rarely."""
 

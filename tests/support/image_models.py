@@ -226,6 +226,31 @@ def image_prompt(
     return inputs
 
 
+def video_prompt(name: str, seed: int = 0, images: int = 0, words: int = 10) -> dict[str, Any]:
+    """What a processor gives for a prompt with images, and a video of three frames behind them.
+
+    Args:
+        name: one of Qwen's.
+        seed, images, words: see `image_prompt`.
+    """
+    frames, rows, columns = 3, 4, 4
+    inputs = image_prompt(name, seed, images, words)
+    ids = inputs["input_ids"][0].tolist()
+    if name.startswith("qwen2"):
+        ids += [OTHERS, *[VIDEO] * (frames * rows * columns // 4), OTHERS - 1]
+    else:  # a time before each frame
+        ids += [7, OTHERS, *[VIDEO] * (rows * columns // 4), OTHERS - 1] * frames
+    input_ids = torch.tensor([ids + _text(random.Random(-seed), words)])
+    inputs |= {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
+    inputs["mm_token_type_ids"] = (input_ids == IMAGE).long() + 2 * (input_ids == VIDEO).long()
+    if not images:
+        del inputs["pixel_values"], inputs["image_grid_thw"]
+    generator = torch.Generator().manual_seed(seed)
+    patches = torch.randn(frames * rows * columns, COLOURS * PATCH * PATCH, generator=generator, dtype=torch.float64)
+    inputs |= {"pixel_values_videos": patches, "video_grid_thw": torch.tensor([[frames, rows, columns]])}
+    return inputs | ({"second_per_grid_ts": torch.tensor([0.5])} if name == "qwen2_5_vl" else {})
+
+
 def _around(name: str, rows: int, columns: int) -> list[int]:
     """The tokens of an image of so many patches."""
     if name in _QWEN:
