@@ -308,7 +308,7 @@ def kind(arch: str) -> str | None:
     config = tiny_config(arch)
     if {config.model_type, config.get_text_config().model_type} & {*MODEL_TYPES}:
         return "hybrid"
-    if "sliding" in arch or arch in ("gemma3", "gemma2", "starcoder2", "cohere2", "gpt_oss"):
+    if "sliding" in arch or arch in ("gemma3", "gemma2", "starcoder2", "cohere2", "gpt_oss", "llama4"):
         return "sliding"
     if arch in ("llama_dynamic", "llama_longrope", "phi3_longrope"):
         return "shifting"
