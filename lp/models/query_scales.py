@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lp.models.releases import cache_name_in
+
 
 class _CacheByPosition:
     """A cache that says of its length what makes the places of a pass's tokens their positions.
@@ -38,9 +40,9 @@ def scaled_by_position(module: nn.Module) -> Callable[..., Any] | None:
 
     def forward(copy: Any, own_forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         attention = copy.self_attn
-        cache = kwargs.get("past_key_values")
-        if attention.attn_temperature_tuning and not attention.use_rope and cache is not None:
-            kwargs["past_key_values"] = _CacheByPosition(cache, kwargs["position_ids"][0])
+        name = cache_name_in(kwargs)
+        if attention.attn_temperature_tuning and not attention.use_rope and name is not None:
+            kwargs[name] = _CacheByPosition(kwargs[name], kwargs["position_ids"][0])
         return own_forward(*args, **kwargs)
 
     return forward

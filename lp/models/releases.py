@@ -28,6 +28,12 @@ def cache_keyword(model: nn.Module) -> str:
     return next(name for taken in parameters for name in CACHE_NAMES if name in taken)
 
 
+def cache_name_in(keywords: Mapping[str, Any]) -> str | None:
+    """What the cache is called among the keywords of a call, or the fields of an output; None without one."""
+    return next((name for name in CACHE_NAMES if keywords.get(name) is not None), None)
+
+
 def cache_in(keywords: Mapping[str, Any]) -> Any:
     """The cache among the keywords of a call, or the fields of an output; None without one."""
-    return next((keywords[name] for name in CACHE_NAMES if keywords.get(name) is not None), None)
+    name = cache_name_in(keywords)
+    return None if name is None else keywords[name]
