@@ -22,7 +22,7 @@ from lp.attention.merging import masked_attention, merge, with_sinks
 from lp.attention.registry import backend_named
 from lp.models.runner import ModelRunner
 from tests.support.layouts import drawn_layout, visible_of
-from tests.support.tiny_models import drawn_text, tiny_config, tiny_model
+from tests.support.tiny_models import drawn_text, plain_greedy, tiny_config, tiny_model
 
 HEADS = [(4, 4), (4, 2), (6, 1)]  # query heads, KV heads
 DIMS = [64, 80, 96, 128]
@@ -119,6 +119,20 @@ def test_sinks_where_a_mask_is_not_a_steps_own(kind: str) -> None:
     given = {"a mask over all keys": mask, "a bool mask": mask == 0}.get(kind)
     output = flash_attention_forward(nn.Module(), q, k, v, given, 0.2, s_aux=sinks)[0].transpose(1, 2)
     _check(output, _reference(q, k, v, visible, 0.2, sinks), v)
+
+
+def test_texts_with_sinks() -> None:
+    """Alone, and several in one step, whose keys come in parts; large sinks, so that each counts."""
+    model = tiny_model("gpt_oss")
+    for module in model.modules():
+        if isinstance(sinks := module._parameters.get("sinks"), nn.Parameter):
+            sinks.data.normal_(2, 1)
+    prompts = [drawn_text(random.Random(seed), 5 + 9 * seed) for seed in range(3)]
+    expected = [plain_greedy(model, prompt, 30) for prompt in prompts]
+    decoder = lp.LookaheadDecoder(model, lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=4))
+    assert decoder.attention == "flash"
+    assert [decoder.generate(prompt, 30).tokens for prompt in prompts] == expected
+    assert [output.tokens for output in decoder.generate_batch(prompts, 30)] == expected
 
 
 def test_flash_of_a_prompt() -> None:
