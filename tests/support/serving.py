@@ -43,7 +43,7 @@ class Running:
         """OpenAI's official client of the server; it tries no request twice, so that failures show."""
         import openai
 
-        client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.api_key, max_retries=0, timeout=60)
+        client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.api_key, max_retries=0, timeout=180)
         self.clients.append(client)
         return client
 
@@ -51,7 +51,7 @@ class Running:
         """A plain HTTP client of the server, for bodies that the official client cannot send."""
         import httpx
 
-        client = httpx.Client(base_url=self.url, timeout=60)
+        client = httpx.Client(base_url=self.url, timeout=180)
         self.clients.append(client)
         return client
 
