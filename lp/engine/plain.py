@@ -33,7 +33,8 @@ class PlainDecoder(BatchDecoder):
     Args:
         model: an HF causal LM, loaded and on its device.
         context: the ranks, of which rank 0 draws the seed if none is given; None is this process alone.
-        attention, capture, exact, kv_dtype: see `LookaheadDecoder`; with exact="bitwise" both give the same logits bit for bit.
+        attention, capture, exact, kv_dtype: see `LookaheadDecoder`; with exact="bitwise" both give the same logits bit
+            for bit.
 
     Raises:
         ValueError: a model that `LookaheadDecoder` refuses; `AutoregressiveDecoder` takes it.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import DynamicCache
+from transformers.cache_utils import DynamicCache
 
 from lp.config import KVDtype
 

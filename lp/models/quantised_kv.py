@@ -42,6 +42,6 @@ def quantised(states_D: torch.Tensor, kv_dtype: KVDtype) -> torch.Tensor:
 def dequantised(rows_B: torch.Tensor, kv_dtype: KVDtype, dtype: torch.dtype) -> torch.Tensor:
     """What rows are read as: (..., D), in the model's dtype."""
     numbers_D = rows_B[..., :-SCALE_BYTES].view(NUMBERS[kv_dtype])
-    scale_1 = rows_B[..., -SCALE_BYTES:].contiguous().view(torch.float32)
+    scale_1 = rows_B[..., -SCALE_BYTES:].clone(memory_format=torch.contiguous_format).view(torch.float32)  # aligned
     wide = torch.promote_types(dtype, torch.float32)
     return (numbers_D.to(wide) * scale_1.to(wide)).to(dtype)

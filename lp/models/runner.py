@@ -172,8 +172,8 @@ class ModelRunner:
         self._choose_backend(backends_to_try(self.model, attention), probe)
         if kv_dtype is not KVDtype.AUTO and not self.masks.kinds:
             raise UserError(
-                f"kv_dtype is {str(kv_dtype)!r}, but {type(model).__name__} has no attention, and so no keys and values "
-                "to store; leave it out"
+                f"kv_dtype is {str(kv_dtype)!r}, but {type(model).__name__} has no attention, and so no keys and "
+                "values to store; leave it out"
             )
         self._fallback = capture is Capture.AUTO
         if mode := capture_mode(capture, model, self.boundary is not None, self.backend):
