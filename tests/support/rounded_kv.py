@@ -1,7 +1,4 @@
-"""Plain decoding by transformers' own code, over keys and values that are rounded here, in numpy: shares nothing with lp.
-
-Also for fuzzed cases, whose `generate` takes the cache.
-"""
+"""Plain decoding by transformers' own code over keys and values that are rounded here, in numpy: no code of lp's."""
 
 from __future__ import annotations
 
