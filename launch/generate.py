@@ -102,7 +102,7 @@ def _continue(session: Session[Config], prompt: Prompt, pen: Pen, report: TextRe
     chosen = session.decoders[report.method]
     _head(prompt, len(ids), pen)
     continued = partial(session.run_once, chosen, ids, config.max_new_tokens)
-    end_of_prompt = partial(_show_end, prompt, pen) if config.show_prompt else None
+    end_of_prompt = partial(_show_end, prompt, pen)
     text, shown, interruption = show(continued, session.loaded.tokenizer, ids, pen, config.stream, end_of_prompt)
     result = Result(prompt=prompt, prompt_tokens=len(ids), text=text, shown=shown)
     report.results.append(result)

@@ -170,7 +170,7 @@ def _methods(
         decoders[config.decoder.name + suffix] = decoder
         backend = variant.attention
         decoders[PLAIN + suffix] = measured(
-            lp.PlainDecoder(model, context, backend.name, backend.capture, config.exact)
+            lp.PlainDecoder(model, context, backend.name, backend.capture, config.exact, config.model.kv_dtype)
         )
     return {name: partial(decoder.generate, ids, tokens, eos_token_id=()) for name, decoder in decoders.items()}
 

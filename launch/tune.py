@@ -45,10 +45,9 @@ def tune(config: TuneConfig) -> None:
     ids = [session.encode(prompt) for _, prompt in session.fitting()]
 
     def build(shape: lp.LookaheadConfig) -> lp.LookaheadDecoder:
-        attention = config.attention
-        decoder = measured(
-            lp.LookaheadDecoder(model, shape, context, attention.name, attention.capture, None, config.exact)
-        )
+        attention = config.attention.name, config.attention.capture
+        settings = *attention, None, config.exact, config.model.kv_dtype
+        decoder = measured(lp.LookaheadDecoder(model, shape, context, *settings))
         warm_up({"warm-up": partial(session.run, decoder, ids[0], WARM_UP_TOKENS)})  # Ctrl-C ends it too
         return decoder
 

@@ -61,6 +61,27 @@ class Exact(StrEnum):
     BITWISE = "bitwise"
 
 
+class KVDtype(StrEnum):
+    """What a cache holds keys and values as: `auto` is the model's dtype; the others are one byte a value, with a scale
+    for each head and token.
+    """
+
+    AUTO = "auto"
+    INT8 = "int8"
+    FP8 = "fp8"
+
+    @classmethod
+    def of(cls, value: str) -> KVDtype:
+        """The one of this name.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if value not in list(cls):
+            raise UserError(f"kv_dtype is {value!r}; it must be one of {', '.join(cls)}")
+        return cls(value)
+
+
 _RESOLVED: Any = None  # the default of a field that __post_init__ fills in
 
 

@@ -47,6 +47,7 @@ REMOVED = {
         "lp.ParallelContext.from_env(setup_timeout_s=...)"
     ),
     "parallel=": "leave it out: its one choice was default, and its keys are parallel.KEY=... as before",
+    "show_prompt": "with output=text stdout has the text alone; the end of the prompt goes to stderr then",
     "nodes": "set NNODES, NODE_RANK, RDZV_ENDPOINT and NPROC in the environment",
     **{
         f"nodes.{name}": f"set {variable} in the environment"

@@ -52,7 +52,7 @@ GONE = (
     *(f"decoder.{name}" for name in ("window_size", "ngram_size", "guess_set_size", "adaptive", "max_spec_offset")),
     *(f"decoder.pool_{name}" for name in ("scope", "mib", "file", "model_ngrams")),
     *("W_per_rank", "G_per_rank", "measure_step_times"),
-    *("sampling.seed", "model.attn_implementation", "parallel.setup_timeout_s"),
+    *("sampling.seed", "model.attn_implementation", "parallel.setup_timeout_s", "show_prompt"),
     *("nodes", "nodes.count", "nodes.rank", "nodes.nproc", "nodes.endpoint"),
 )
 # What a key needs to be asked for: another app than generate, or another choice of its group.

@@ -69,5 +69,5 @@ def _widened(bench: Bench, factor: int) -> lp.LookaheadDecoder:
         return decoder
     shape = decoder.config
     shape = replace(shape, window_size=shape.window_size * factor, guess_set_size=shape.guess_set_size * factor)
-    settings = attention.name, attention.capture, None, bench.config.exact
+    settings = attention.name, attention.capture, None, bench.config.exact, bench.config.model.kv_dtype
     return measured(lp.LookaheadDecoder(bench.loaded.model, shape, None, *settings))

@@ -15,7 +15,7 @@ from statistics import fmean, median
 
 import torch
 
-from lp.config import Capture, KVSync, LookaheadConfig
+from lp.config import Capture, Exact, KVSync, LookaheadConfig
 from lp.engine.lookahead import LookaheadDecoder
 from lp.engine.output import GenerationOutput
 from lp.errors import UserError
@@ -119,9 +119,8 @@ class Projection:
 
         def build(context: ParallelContext) -> LookaheadDecoder:
             own = self.decoder
-            uncaptured = LookaheadDecoder(
-                own.model, own.config, None, own.runner.attention, Capture.OFF, own.step_times
-            )
+            settings = own.runner.attention, Capture.OFF, own.step_times, Exact.AUTO, own.runner.kv_dtype
+            uncaptured = LookaheadDecoder(own.model, own.config, None, *settings)
             uncaptured.merges_late = own.merges_late  # of a full pool, other entries make room
             return _in_context(uncaptured, context)
 

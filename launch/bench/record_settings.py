@@ -47,6 +47,7 @@ def settings_of(
     settings |= {"gguf": config.gguf} if config.gguf else {}
     settings |= {"pass_at_1": True} if config.pass_at_1 else {}
     settings |= {"exact": str(config.exact)} if config.exact not in ("auto", "tokens") else {}
+    settings |= {"kv_dtype": model.kv_dtype} if model.kv_dtype != "auto" else {}
     settings |= {"one_shot_sums": True} if config.parallel.one_shot_sums else {}
     settings |= {"tp": config.parallel.tp} if config.parallel.tp > 1 else {}
     pool = asdict(config.pool)

@@ -254,7 +254,10 @@ def profile(
         # Runners of their own: the decoder's empties its cache for every text, and must keep its attention.
         captured = decoder.runner.captured
         capture = captured.mode if captured else Capture.OFF
-        whole_runner, bare_runner = (ModelRunner(model, decoder.attention, capture) for _ in range(2))
+        kv_dtype = decoder.runner.kv_dtype
+        whole_runner, bare_runner = (
+            ModelRunner(model, decoder.attention, capture, kv_dtype=kv_dtype) for _ in range(2)
+        )
         # Now, and for good: a step that was captured with attention would replay it.
         attention = stack.enter_context(WithoutAttention(bare_runner.model))
         whole, bare = (Passes(runner, ids[:-1], most, PREFILL_CHUNK) for runner in (whole_runner, bare_runner))

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import lp
 from lp.attention.registry import attention_choices
+from lp.config import KVDtype
 from lp.draft.registry import DraftConfig, source_of
 from lp.engine.decoder import Decoder
 from lp.errors import UserError
@@ -41,6 +42,7 @@ def decoder_builders(config: Common, names: Iterable[str]) -> Builders:
     ):
         if value not in known:
             raise UserError(f"attention.{key} is {value!r}; it must be one of {', '.join(known)}")
+    KVDtype.of(config.model.kv_dtype)
     if config.exact not in list(lp.Exact):
         raise UserError(f"exact is {config.exact!r}; it must be one of {', '.join(lp.Exact)}")
     if config.exact == lp.Exact.BITWISE and config.decoder.name == ORACLE:
@@ -87,13 +89,14 @@ def measured(decoder: D) -> D:
 
 def _builder(name: str, config: Common) -> Builder:
     attention, capture, exact = config.attention.name, config.attention.capture, config.exact
+    kv_dtype = config.model.kv_dtype
     if name == ORACLE:
-        return lambda model, context: lp.AutoregressiveDecoder(model, context)
+        return lambda model, context: lp.AutoregressiveDecoder(model, context, kv_dtype)
     if name == PLAIN:
-        return lambda model, context: measured(lp.PlainDecoder(model, context, attention, capture, exact))
+        return lambda model, context: measured(lp.PlainDecoder(model, context, attention, capture, exact, kv_dtype))
     settings = _settings(name, config)
     source_of(settings).factory(settings)  # a package that is missing is refused before the model is loaded
-    own = attention, capture, None, exact
+    own = attention, capture, None, exact, kv_dtype
     return lambda model, context: measured(lp.LookaheadDecoder(model, settings, context, *own))
 
 

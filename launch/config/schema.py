@@ -61,12 +61,15 @@ class ModelSchema:
     Args:
         name: "demo", a folder with config.json, a GGUF file, or a name on the hub.
         dtype: dtype of the weights: float64, float32, bfloat16, float16, or auto for what the checkpoint says.
+        kv_dtype: what the cache holds keys and values as: int8 or fp8, one byte a value with a scale for each head and
+            token, or auto for the dtype of the weights.
         device: this rank's device: cpu, cuda, cuda:<number>, or auto for its GPU if there is one.
         trust_remote_code: run code that comes with the checkpoint.
     """
 
     name: str = MISSING
     dtype: str = "float32"
+    kv_dtype: str = "auto"
     device: str = "auto"
     trust_remote_code: bool = False
 
@@ -262,7 +265,6 @@ class Config(Tasked, Texts):
         repeats: with compare=true, how often each is measured; medians count, and the table has least and most.
         output: what stdout has: with table the text, then a table; with text the text alone; with json one JSON object
             on the last line. Everything else then goes to stderr.
-        show_prompt: show the end of every prompt before its text.
         stream: show the text as it comes, accepted tokens in colour.
         compare: once the texts are there, measure lookahead, plain decoding and prompt lookup in alternation, and
             compare their tokens with those of decoder=autoregressive, which shares no code with them. It takes several
@@ -275,7 +277,6 @@ class Config(Tasked, Texts):
     max_new_tokens: int = 64
     repeats: int = 3
     output: TextOutput = TextOutput.table
-    show_prompt: bool = True
     stream: bool = True
     compare: bool = False
     journal: str | None = None

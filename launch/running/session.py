@@ -111,9 +111,11 @@ class Session(Generic[C]):
         """What the oracle continues a prompt by: in its run among these outputs, or in one that nobody times."""
         if ORACLE in outputs:
             return outputs[ORACLE].tokens
-        oracle: Decoder = lp.AutoregressiveDecoder(self.loaded.model, self.context.replica_alone())
-        if self.config.exact == lp.Exact.BITWISE:  # which promises plain decoding's own bits, and not transformers'
-            oracle = lp.PlainDecoder(self.loaded.model, self.context.replica_alone(), exact=self.config.exact)
+        given = self.loaded.model, self.context.replica_alone()
+        exact, kv_dtype = self.config.exact, self.config.model.kv_dtype
+        oracle: Decoder = lp.AutoregressiveDecoder(*given, kv_dtype)
+        if exact == lp.Exact.BITWISE:  # which promises plain decoding's own bits, and not transformers'
+            oracle = lp.PlainDecoder(*given, exact=exact, kv_dtype=kv_dtype)
         oracle.follows = next(iter(self.decoders.values())).follows
         return self.run(oracle, ids, tokens).tokens
 

@@ -6,15 +6,18 @@ import inspect
 from contextlib import nullcontext
 
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 
+from lp.config import KVDtype
 from lp.engine.decoder import Decoder
 from lp.engine.output import GenerationOutput, StepStats, StepTimer
 from lp.engine.request import Request
+from lp.engine.rounded_cache import RoundedCache
 from lp.engine.sharded_sampling import agreed_token
 from lp.engine.stopping import FINISH_REASON
 from lp.models.recurrent_layers import limits_prompt
 from lp.models.releases import cache_keyword
+from lp.parallel.context import ParallelContext
 from lp.parallel.message import Stop
 from lp.sampling.generation_config import NONE
 from lp.sampling.sampler import check_sampled
@@ -24,13 +27,34 @@ class AutoregressiveDecoder(Decoder):
     """One token a forward pass over transformers' own cache and masks; it follows no checkpoint's generation config.
 
     Where a decoder that does is compared with it, give it `generation_config="auto"` too.
+
+    Args:
+        model: an HF causal LM, loaded and on its device.
+        context: the ranks that hold the model between them; None is this process alone.
+        kv_dtype: "auto", "int8" or "fp8": what keys and values are rounded to before attention sees them. They are held
+            in the model's dtype.
+
+    Raises:
+        ValueError: no such `kv_dtype`.
     """
 
     follows = NONE
 
+    def __init__(
+        self, model: PreTrainedModel, context: ParallelContext | None = None, kv_dtype: str = KVDtype.AUTO
+    ) -> None:
+        super().__init__(model, context)
+        self.kv_dtype = KVDtype.of(kv_dtype)
+
+    def _cache(self) -> DynamicCache:
+        """An empty cache."""
+        if self.kv_dtype is KVDtype.AUTO:
+            return DynamicCache(config=self.model.config)
+        return RoundedCache(self.kv_dtype, config=self.model.config)
+
     def _decode(self, request: Request) -> GenerationOutput:
         timer = StepTimer()
-        cache = DynamicCache(config=self.model.config)
+        cache = self._cache()
         prompt = torch.tensor([request.prompt], device=self.model.device)
         boundary = request.boundary
         start = 0
@@ -58,7 +82,7 @@ class AutoregressiveDecoder(Decoder):
         while not reason:
             with timer.forward:
                 if boundary and boundary.refills and request.crosses(len(text) - 1):
-                    cache = DynamicCache(config=self.model.config)
+                    cache = self._cache()
                     inputs = prompt.new_tensor([text])
                 logits = self._pass(inputs, cache, len(text) - inputs.shape[1], request.rotary_offset)
                 token = request.sampler.sample_last(logits, text)

@@ -25,8 +25,7 @@ from lp.engine.memory import remedy_named
 from lp.engine.step_decoder import StepDecoder
 from lp.errors import UserError
 from lp.models.captured_forests import CapturedForests, captures_forests, pool_for
-from lp.models.kv_cache import CacheTooLarge
-from lp.models.kv_pool import slot_bytes
+from lp.models.kv_cache import CacheTooLarge, slot_bytes
 from lp.models.loader import context_limit
 from lp.models.memory import format_bytes, free_bytes
 from lp.parallel.agreement import check_same, exchange

@@ -16,7 +16,7 @@ from lp.budget.explain import describe_budget, describe_steps
 from lp.budget.policy import AdaptiveBudget, Budget, FixedBudget
 from lp.budget.step_times import StepTimes
 from lp.compile_cache import complete_in_background
-from lp.config import Capture, Exact, LookaheadConfig
+from lp.config import Capture, Exact, KVDtype, LookaheadConfig
 from lp.digest import chain_digest, text_digest
 from lp.draft.grammar_drafts import GrammarDrafts
 from lp.draft.prediction import Prediction
@@ -60,6 +60,9 @@ class LookaheadDecoder(BatchDecoder):
             known.
         exact: "auto", "tokens" or "bitwise": whether logits are plain decoding's up to rounding, or bit for bit
             (`lp.models.bitwise` has what that takes).
+        kv_dtype: "auto", "int8" or "fp8": what the cache holds keys and values as; auto is the model's dtype. The
+            others take one byte a value and 4 bytes for each head and token; tokens are those of plain decoding with
+            the same `kv_dtype`.
 
     Attributes:
         settings: the config as it was given, which ranks must agree on.
@@ -83,13 +86,14 @@ class LookaheadDecoder(BatchDecoder):
         capture: str = "auto",
         step_times: StepTimes | str | None = None,
         exact: str = Exact.AUTO,
+        kv_dtype: str = KVDtype.AUTO,
     ) -> None:
         super().__init__(model, context)
         self.settings: DraftConfig = LookaheadConfig() if config is None else config
         self.factory = source_of(self.settings).factory(self.settings)
         if capture not in list(Capture):
             raise UserError(f"capture is {capture!r}; it must be one of {[str(choice) for choice in Capture]}")
-        self.runner = runner_for(model, attention, Capture(capture), exact)
+        self.runner = runner_for(model, attention, Capture(capture), exact, kv_dtype)
         self.config = self._within_widths(self.settings.shape())
         complete_in_background()
         self.merges_late = self.runner.beside_host
@@ -190,6 +194,7 @@ class LookaheadDecoder(BatchDecoder):
             "owner": request.owner,
             "adapter": request.adapter,
             "exact": str(self.exact),
+            "kv_dtype": str(self.runner.kv_dtype),
             "context limit": request.limit,
             "step time table": self.step_times,
         }

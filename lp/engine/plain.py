@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from transformers import PreTrainedModel
 
 from lp.budget.policy import FixedBudget
-from lp.config import Capture, Exact, LookaheadConfig
+from lp.config import Capture, Exact, KVDtype, LookaheadConfig
 from lp.draft.source import DraftSource, TokenPrice
 from lp.draft.tree import DraftTree
 from lp.draft.window import WindowDrafts
@@ -33,7 +33,8 @@ class PlainDecoder(BatchDecoder):
     Args:
         model: an HF causal LM, loaded and on its device.
         context: the ranks, of which rank 0 draws the seed if none is given; None is this process alone.
-        attention, capture, exact: see `LookaheadDecoder`; with exact="bitwise" both give the same logits bit for bit.
+        attention, capture, exact, kv_dtype: see `LookaheadDecoder`; with exact="bitwise" both give the same logits bit
+            for bit.
 
     Raises:
         ValueError: a model that `LookaheadDecoder` refuses; `AutoregressiveDecoder` takes it.
@@ -48,9 +49,10 @@ class PlainDecoder(BatchDecoder):
         attention: str = "auto",
         capture: str = "auto",
         exact: str = Exact.AUTO,
+        kv_dtype: str = KVDtype.AUTO,
     ) -> None:
         super().__init__(model, context)
-        self.runner = runner_for(model, attention, Capture(capture), exact)
+        self.runner = runner_for(model, attention, Capture(capture), exact, kv_dtype)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: one token a step, attention {self.attention}>"

@@ -18,7 +18,7 @@ from lp.budget.prior import SIZES, prior_times
 from lp.budget.step_times import StepTimes
 from lp.budget.step_times_cache import StepTimesFile, machine_key, read_estimate
 from lp.checks import env_int
-from lp.config import LookaheadConfig, PoolScope
+from lp.config import KVDtype, LookaheadConfig, PoolScope
 from lp.draft.share import step_tokens
 from lp.models.layer_timing import TIMED_SIZES, time_passes
 from lp.models.model_lock import lock_of
@@ -200,6 +200,7 @@ def step_times_file(runner: ModelRunner, config: LookaheadConfig, context: Paral
         env_int("LOCAL_WORLD_SIZE", 1),
         runner.attention,
         runner.fused,
+        *([str(runner.kv_dtype)] if runner.kv_dtype is not KVDtype.AUTO else []),
         runner.captured and not runner.captured.reserved and runner.captured.mode,
         repr(config_without_pool),
         *machine_key(runner.device),

@@ -26,7 +26,7 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
-from lp.config import Exact, LookaheadConfig
+from lp.config import Exact, KVDtype, LookaheadConfig
 from lp.engine.batch import generate_together
 from lp.engine.inputs import prompt_ids
 from lp.engine.interrupts import Interrupted
@@ -65,6 +65,7 @@ def generate(
     seed: int | None = None,
     streamer: BaseStreamer | None = None,
     exact: str = Exact.AUTO,
+    kv_dtype: str = KVDtype.AUTO,
     **model_kwargs: Any,
 ) -> torch.Tensor | GenerateDecoderOnlyOutput:
     """Lookahead decoding for transformers' `generate`: greedy, or sampled when do_sample is set.
@@ -84,6 +85,8 @@ def generate(
         streamer: gets the prompt, then the tokens as they come; for one prompt.
         exact: "bitwise" gives the logits of `lp.PlainDecoder(model, exact="bitwise")` bit for bit; "auto" and "tokens"
             give plain decoding's up to rounding.
+        kv_dtype: "int8" or "fp8" holds keys and values in one byte each, with the tokens of
+            `lp.AutoregressiveDecoder(model, kv_dtype=...)`; "auto" is the model's dtype.
 
     Returns:
         What `generate` would: LongTensor (B, L + T), or GenerateDecoderOnlyOutput if return_dict_in_generate, with
@@ -103,7 +106,7 @@ def generate(
         model, input_ids, logits_processor, stopping_criteria, generation_config, streamer=streamer, **model_kwargs
     )
     shape: dict[str, Any] = {"window_size": window_size, "ngram_size": ngram_size, "guess_set_size": guess_set_size}
-    return plan.run(LookaheadDecoder(model, LookaheadConfig(**shape), exact=exact), seed)
+    return plan.run(LookaheadDecoder(model, LookaheadConfig(**shape), exact=exact, kv_dtype=kv_dtype), seed)
 
 
 @dataclass(frozen=True)
@@ -314,7 +317,10 @@ def _check_cache(name: str, cache: Any) -> None:
             "input_ids, or use generate as it is"
         )
     if isinstance(cache, QuantizedCache):
-        raise UserError("lp.generate has no quantized cache; leave cache_implementation out, or use generate as it is")
+        raise UserError(
+            "lp.generate has a cache of its own: leave cache_implementation out and give kv_dtype='int8' or 'fp8', or "
+            "use generate as it is"
+        )
 
 
 def _paddings(input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> list[int]:

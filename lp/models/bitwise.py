@@ -19,7 +19,7 @@ from __future__ import annotations
 from transformers import PreTrainedModel
 
 from lp.attention.registry import AUTO
-from lp.config import Capture, Exact
+from lp.config import Capture, Exact, KVDtype
 from lp.errors import UserError
 from lp.models.equal_widths import equal_widths
 from lp.models.experts_by_row import experts_obstacle, pad_experts
@@ -33,12 +33,15 @@ BACKEND = "by_position"
 REMEDY = "choose exact=tokens"
 
 
-def runner_for(model: PreTrainedModel, attention: str, capture: Capture, exact: str) -> ModelRunner:
+def runner_for(
+    model: PreTrainedModel, attention: str, capture: Capture, exact: str, kv_dtype: str = KVDtype.AUTO
+) -> ModelRunner:
     """The model's runner with these settings.
 
     Args:
         model, attention, capture: see `runner_of`.
         exact: one of `Exact`.
+        kv_dtype: one of `KVDtype`.
 
     Raises:
         ValueError: what `runner_of` refuses; a model or settings that the mode can't be had with, by name.
@@ -46,10 +49,10 @@ def runner_for(model: PreTrainedModel, attention: str, capture: Capture, exact: 
     if exact not in list(Exact):
         raise UserError(f"exact is {exact!r}; it must be one of {', '.join(Exact)}")
     if exact != Exact.BITWISE:
-        return runner_of(model, attention, capture)
+        return runner_of(model, attention, capture, kv_dtype=KVDtype.of(kv_dtype))
     if obstacle := _obstacle(model, attention, capture):
         raise UserError(f"exact is 'bitwise', but {obstacle}; {REMEDY}")
-    runner = runner_of(model, BACKEND, capture, Exact.BITWISE)
+    runner = runner_of(model, BACKEND, capture, Exact.BITWISE, KVDtype.of(kv_dtype))
     if runner.recurrent or runner.boundary:
         what = "layers that keep a recurrent state" if runner.recurrent else "rotary frequencies that change"
         raise UserError(f"exact is 'bitwise', but {type(model).__name__} has {what}; {REMEDY}")

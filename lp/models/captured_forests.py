@@ -12,6 +12,7 @@ from functools import partial
 import torch
 
 from lp.attention.masks import FULL
+from lp.config import KVDtype
 from lp.models import captured_steps
 from lp.models.captured_step import BUCKETS, LARGEST_PADDING, SPARE_SLOTS, BlockShape, CapturedStep, bucket_of
 from lp.models.captured_steps import CapturedSteps
@@ -140,8 +141,8 @@ def captures_forests(runner: ModelRunner, num_slots: int) -> bool:
 
 
 def reads_all_slots(runner: ModelRunner) -> bool:
-    """Whether captured passes over several sequences read all slots of the pool, with a mask."""
-    return not (runner.backend.takes_pools and runner.masks.kinds == {FULL})
+    """Whether captured passes over several sequences read all slots of the pool: with a mask, or to dequantise them."""
+    return not (runner.backend.takes_pools and runner.masks.kinds == {FULL} and runner.kv_dtype is KVDtype.AUTO)
 
 
 def pool_for(runner: ModelRunner, num_slots: int) -> KVPool:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from lp.attention.base import AttentionBackend, PooledView, StepView, View
 from lp.attention.masks import StepMasks
-from lp.config import Capture
+from lp.config import Capture, KVDtype
 from lp.errors import UserError
 from lp.models.captured_step import (
     BITS,
@@ -89,6 +89,7 @@ class CapturedSteps:
         cache_keyword: keyword under which the model takes its cache.
         buckets: tokens that a step may have, ascending.
         may_round: steps may run kernels that round otherwise than the operations of uncaptured passes do.
+        kv_dtype: what caches hold keys and values as.
 
     Attributes:
         cache: cache of the generation that is running, or of the last one; None before the first.
@@ -108,6 +109,7 @@ class CapturedSteps:
         cache_keyword: str = CACHE_NAMES[0],
         buckets: Sequence[int] = BUCKETS,
         may_round: bool = True,
+        kv_dtype: KVDtype = KVDtype.AUTO,
     ) -> None:
         self.model = model
         self._cache_keyword = cache_keyword
@@ -117,6 +119,7 @@ class CapturedSteps:
         self.mode = mode
         self.buckets = buckets
         self.known = {} if known is None else known
+        self.kv_dtype = kv_dtype
         self.device = masks.device
         self.recorder = self._new_recorder()
         self.cache: StaticKVCache | None = None
@@ -279,7 +282,7 @@ class CapturedSteps:
     def _new_cache(self, slots: int) -> StaticKVCache:
         capacity = -(-slots // CAPACITY_UNIT) * CAPACITY_UNIT
         layers = self.masks.config.num_hidden_layers
-        cache = new_cache(layers, capacity, True, True, self.known, self.recurrent)
+        cache = new_cache(layers, capacity, True, True, self.known, self.recurrent, self.kv_dtype)
         cache.allocate()
         return cache
 

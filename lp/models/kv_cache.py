@@ -14,7 +14,9 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from lp.config import KVDtype
 from lp.models.memory import format_bytes
+from lp.models.quantised_kv import SCALE_BYTES, dequantised, quantised
 from lp.to_device import to_device
 
 
@@ -44,17 +46,47 @@ class StatesKind:
         heads: G.
         dim: D.
         dtype, device: dtype and device of the states.
+        kv_dtype: what slots hold them as.
     """
 
     heads: int
     dim: int
     dtype: torch.dtype
     device: torch.device
+    kv_dtype: KVDtype = KVDtype.AUTO
 
     @classmethod
-    def of(cls, states_1GTD: torch.Tensor) -> StatesKind:
+    def of(cls, states_1GTD: torch.Tensor, kv_dtype: KVDtype = KVDtype.AUTO) -> StatesKind:
         """The kind of these states."""
-        return cls(states_1GTD.shape[1], states_1GTD.shape[3], states_1GTD.dtype, states_1GTD.device)
+        return cls(states_1GTD.shape[1], states_1GTD.shape[3], states_1GTD.dtype, states_1GTD.device, kv_dtype)
+
+    @property
+    def as_given(self) -> bool:
+        """Whether slots hold the states as they are, and not quantised."""
+        return self.kv_dtype is KVDtype.AUTO
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot in one layer."""
+        return self.heads * (self.dim * self.dtype.itemsize if self.as_given else self.dim + SCALE_BYTES)
+
+    def allocated(self, count: int, slots: int, zeroed: bool) -> torch.Tensor:
+        """Room for so many keys or values: (count, G, slots, D), or the rows of `lp.models.quantised_kv`.
+
+        Raises:
+            RuntimeError: the device has none.
+        """
+        size, dtype = (self.dim, self.dtype) if self.as_given else (self.dim + SCALE_BYTES, torch.int8)
+        allocate = torch.zeros if zeroed else torch.empty
+        return allocate((count, self.heads, slots, size), dtype=dtype, device=self.device)
+
+    def stored(self, states_1GTD: torch.Tensor) -> torch.Tensor:
+        """What slots hold of these states."""
+        return states_1GTD if self.as_given else quantised(states_1GTD, self.kv_dtype)
+
+    def read(self, slots: torch.Tensor) -> torch.Tensor:
+        """The states that slots hold: themselves, or else a tensor that nobody keeps."""
+        return slots if self.as_given else dequantised(slots, self.kv_dtype, self.dtype)
 
 
 @dataclass(slots=True)
@@ -67,6 +99,7 @@ class _Extent:
         capacity: C.
         zeroed: slots hold zeros until something is written.
         known: how many keys and values of each kind the model has; the first cache of a model finds out.
+        kv_dtype: what slots hold keys and values as.
         length: L.
         slot_mapping_T: where the KV of a captured step is written.
         buffers: by kind, (n, G, C, D) each.
@@ -78,6 +111,7 @@ class _Extent:
     capacity: int
     zeroed: bool
     known: dict[StatesKind, int]
+    kv_dtype: KVDtype = KVDtype.AUTO
     length: int = 0
     slot_mapping_T: torch.Tensor | None = None
     buffers: dict[StatesKind, list[torch.Tensor]] = field(default_factory=dict)
@@ -94,7 +128,7 @@ class _Extent:
             before = sum(map(len, buffers))
             most = 2 * self.layers - sum(self.claimed.values())  # if all that are left were of this kind
             count = max(self.known.get(kind, most) - index, 1)
-            buffers.append(self.allocated(kind, count))
+            buffers.append(kind.allocated(count, self.capacity, self.zeroed))
         self.claimed[kind] = index + 1
         self.known[kind] = max(self.known.get(kind, 0), index + 1)
         return index
@@ -106,11 +140,6 @@ class _Extent:
                 return buffer[index : index + 1]
             index -= len(buffer)
         raise AssertionError("nobody claimed it")
-
-    def allocated(self, kind: StatesKind, count: int) -> torch.Tensor:
-        """Room for so many keys or values: (count, G, C, D)."""
-        allocate = torch.zeros if self.zeroed else torch.empty
-        return allocate((count, kind.heads, self.capacity, kind.dim), dtype=kind.dtype, device=kind.device)
 
 
 class PreallocatedLayer(CacheLayerMixin):
@@ -125,10 +154,11 @@ class PreallocatedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype = key_states.dtype
         self.device = key_states.device
+        kinds = [StatesKind.of(states, self.extent.kv_dtype) for states in (key_states, value_states)]
         try:
-            self._claimed = [(kind, self.extent.claim(kind)) for kind in map(StatesKind.of, (key_states, value_states))]
+            self._claimed = [(kind, self.extent.claim(kind)) for kind in kinds]
         except RuntimeError as error:  # of CUDA it is an OutOfMemoryError
-            layer_bytes = key_states[0, :, 0].nbytes + value_states[0, :, 0].nbytes
+            layer_bytes = sum(kind.slot_bytes for kind in kinds)
             raise CacheTooLarge(layer_bytes * self.extent.layers, self.extent.capacity) from error
         self.is_initialized = True
         self.rebind()
@@ -144,25 +174,32 @@ class PreallocatedLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
+        keys, values = self._stored(key_states, value_states)
         if self.extent.slot_mapping_T is not None:
-            self.keys.index_copy_(2, self.extent.slot_mapping_T, key_states)
-            self.values.index_copy_(2, self.extent.slot_mapping_T, value_states)
-            return self.keys, self.values
+            self.keys.index_copy_(2, self.extent.slot_mapping_T, keys)
+            self.values.index_copy_(2, self.extent.slot_mapping_T, values)
+            return self.first(self.keys.shape[2])
         start = self.extent.length
         end = start + key_states.shape[2]
-        self.keys[:, :, start:end] = key_states
-        self.values[:, :, start:end] = value_states
+        self.keys[:, :, start:end] = keys
+        self.values[:, :, start:end] = values
         return self.first(end)
 
     def write_to_pool(self, slots_T: torch.Tensor, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Write the KV of several caches' tokens, which lie in one pool with this one, to these slots of the pool."""
-        for (kind, index), states in zip(self._claimed, (key_states, value_states), strict=True):
+        stored = self._stored(key_states, value_states)
+        for (kind, index), states in zip(self._claimed, stored, strict=True):
             self.extent.pool[kind][index].index_copy_(1, slots_T, states[0])
 
     def first(self, num_slots: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the first slots."""
+        """Keys and values of the first slots, as attention is to see them."""
         assert self.keys is not None and self.values is not None
-        return self.keys[:, :, :num_slots], self.values[:, :, :num_slots]
+        (of_keys, _), (of_values, _) = self._claimed
+        return of_keys.read(self.keys[:, :, :num_slots]), of_values.read(self.values[:, :, :num_slots])
+
+    def _stored(self, *keys_and_values: torch.Tensor) -> list[torch.Tensor]:
+        """What slots hold of these keys and values."""
+        return [kind.stored(states) for (kind, _), states in zip(self._claimed, keys_and_values, strict=True)]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.extent.length + query_length, 0
@@ -190,6 +227,7 @@ class StaticKVCache(Cache):
         deferred: what a commit moves is moved by the next captured step, which takes it with `take_moves`; `flush`
             moves it at once, before anything else reads or writes the cache.
         known: how many keys and values of each kind the model has, which its first cache finds out.
+        kv_dtype: what slots hold keys and values as.
 
     Attributes:
         capacity: C.
@@ -203,11 +241,12 @@ class StaticKVCache(Cache):
         zeroed: bool = False,
         deferred: bool = False,
         known: dict[StatesKind, int] | None = None,
+        kv_dtype: KVDtype = KVDtype.AUTO,
     ) -> None:
         self.capacity = capacity
         self.deferred = deferred
         self._moves: tuple[list[int], list[int]] = ([], [])  # slots to move from, and to
-        self._extent = _Extent(num_layers, capacity, zeroed, {} if known is None else known)
+        self._extent = _Extent(num_layers, capacity, zeroed, {} if known is None else known, kv_dtype)
         super().__init__(layers=[PreallocatedLayer(self._extent) for _ in range(num_layers)])
 
     @property
@@ -238,10 +277,9 @@ class StaticKVCache(Cache):
         extent = self._extent
         for kind, count in extent.known.items():
             try:
-                extent.buffers[kind] = [extent.allocated(kind, count)]
+                extent.buffers[kind] = [kind.allocated(count, extent.capacity, extent.zeroed)]
             except RuntimeError as error:  # of CUDA it is an OutOfMemoryError
-                slot_bytes = sum(n * k.heads * k.dim * k.dtype.itemsize for k, n in extent.known.items())
-                raise CacheTooLarge(slot_bytes, extent.capacity) from error
+                raise CacheTooLarge(slot_bytes(extent.known), extent.capacity) from error
 
     def lie_in(self, pool: Mapping[StatesKind, torch.Tensor], first_slot: int, num_slots: int) -> None:
         """Take some slots of a pool as the buffers.
@@ -267,7 +305,7 @@ class StaticKVCache(Cache):
         return self._extent.first_slot
 
     def first(self, num_tokens: int) -> list[torch.Tensor]:
-        """Keys and values of the first tokens, by buffer: (n, G, num_tokens, D)."""
+        """What the slots of the first tokens hold, by buffer: (n, G, num_tokens, D), or rows of quantised states."""
         self.flush()
         return [buffer[:, :, :num_tokens] for buffer in self.buffers]
 
@@ -301,9 +339,12 @@ class StaticKVCache(Cache):
         return self._extent.slot_mapping_T
 
     def whole(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Keys and values of all slots in a layer, (1, G, C, D) each; None as long as it has no buffers."""
+        """Keys and values of all slots in a layer, (1, G, C, D) each, to be written to; None as long as it has no
+        buffers, or where they hold something else.
+        """
         states: PreallocatedLayer = self.layers[layer]
-        return states.first(self.capacity) if states.is_initialized else None
+        as_given = self._extent.kv_dtype is KVDtype.AUTO
+        return states.first(self.capacity) if as_given and states.is_initialized else None
 
     @contextmanager
     def writing_to(self, slot_mapping_T: torch.Tensor) -> Iterator[None]:
@@ -389,3 +430,8 @@ class StaticKVCache(Cache):
         """Every buffer with these slots as a tensor on its device."""
         for buffer in self.buffers:
             yield buffer, to_device(slots, buffer.device)
+
+
+def slot_bytes(kinds: Mapping[StatesKind, int]) -> int:
+    """Bytes of one slot, in all layers."""
+    return sum(count * kind.slot_bytes for kind, count in kinds.items())

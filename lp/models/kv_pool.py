@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from lp.models.kv_cache import CacheTooLarge, StatesKind, StaticKVCache
+from lp.models.kv_cache import CacheTooLarge, StatesKind, StaticKVCache, slot_bytes
 
 
 class Run(NamedTuple):
@@ -100,12 +100,8 @@ class KVPool:
         self._new_cache = new_cache
         self._runs = Runs(capacity)
         self._caches: dict[StaticKVCache, Run] = {}
-        allocate = torch.zeros if zeroed else torch.empty
         try:
-            self._buffers = {
-                kind: allocate((count, kind.heads, self.num_slots, kind.dim), dtype=kind.dtype, device=kind.device)
-                for kind, count in kinds.items()
-            }
+            self._buffers = {kind: kind.allocated(count, self.num_slots, zeroed) for kind, count in kinds.items()}
         except RuntimeError as error:  # of CUDA it is an OutOfMemoryError
             raise CacheTooLarge(slot_bytes(kinds), capacity) from error
 
@@ -189,8 +185,3 @@ class KVPool:
         self._runs = Runs(self.capacity)
         taken = self._runs.take(start)
         assert taken is not None and taken.start == 0
-
-
-def slot_bytes(kinds: Mapping[StatesKind, int]) -> int:
-    """Bytes of one slot, in all layers."""
-    return sum(count * kind.heads * kind.dim * kind.dtype.itemsize for kind, count in kinds.items())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from lp.config import KVDtype
 from lp.models.kv_cache import StatesKind, StaticKVCache
 from lp.models.recurrent_states import RecurrentShape
 
@@ -15,15 +16,16 @@ def new_cache(
     deferred: bool = False,
     known: dict[StatesKind, int] | None = None,
     shapes: Mapping[int, RecurrentShape] | None = None,
+    kv_dtype: KVDtype = KVDtype.AUTO,
 ) -> StaticKVCache:
     """Make an empty cache for one text: with recurrent states where layers are recurrent, else of KV alone.
 
     Args:
-        num_layers, capacity, zeroed, deferred, known: arguments of `StaticKVCache`.
+        num_layers, capacity, zeroed, deferred, known, kv_dtype: arguments of `StaticKVCache`.
         shapes: shape of the recurrent state by layer, for `HybridCache`; None or empty where no layer is recurrent.
     """
     if not shapes:
-        return StaticKVCache(num_layers, capacity, zeroed, deferred, known)
+        return StaticKVCache(num_layers, capacity, zeroed, deferred, known, kv_dtype)
     from lp.models.hybrid_cache import HybridCache  # older releases of transformers lack what it is made of
 
-    return HybridCache(shapes, num_layers, capacity, zeroed, deferred, known)
+    return HybridCache(shapes, num_layers, capacity, zeroed, deferred, known, kv_dtype)

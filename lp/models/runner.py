@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from lp.attention.base import AttentionBackend, ForestView, StepView
 from lp.attention.masks import StepMasks, named_kinds
 from lp.attention.registry import AUTO, backends_to_try, set_attention
-from lp.config import Capture, Exact
+from lp.config import Capture, Exact, KVDtype
 from lp.errors import UserError
 from lp.models.adapters import AdapterRows
 from lp.models.captured_step import BUCKETS, CapturedStep
@@ -63,12 +63,16 @@ class _Kept(dict[tuple[Any, ...], "ModelRunner"]):
 
 
 def runner_of(
-    model: PreTrainedModel, attention: str = AUTO, capture: Capture = Capture.AUTO, exact: Exact = Exact.TOKENS
+    model: PreTrainedModel,
+    attention: str = AUTO,
+    capture: Capture = Capture.AUTO,
+    exact: Exact = Exact.TOKENS,
+    kv_dtype: KVDtype = KVDtype.AUTO,
 ) -> ModelRunner:
     """The model's runner with these settings: one for all its decoders, so that steps are captured once.
 
     Args:
-        model, attention, capture: see `ModelRunner`.
+        model, attention, capture, kv_dtype: see `ModelRunner`.
         exact: runners of different modes are different ones.
 
     Raises:
@@ -81,9 +85,10 @@ def runner_of(
         weights = (model.dtype, model.get_input_embeddings().weight.device)
         for key in [key for key in kept if key[-2:] != weights]:
             _free(kept.pop(key))
-        key = (attention, capture, exact, model.config._attn_implementation, *weights)
+        key = (attention, capture, exact, kv_dtype, model.config._attn_implementation, *weights)
         if key not in kept:
-            kept[key] = ModelRunner(model, attention, capture, same_bits=exact is Exact.BITWISE)
+            same_bits = exact is Exact.BITWISE
+            kept[key] = ModelRunner(model, attention, capture, same_bits=same_bits, kv_dtype=kv_dtype)
         return kept[key]
 
 
@@ -115,6 +120,7 @@ class ModelRunner:
         fused: whether steps run fused layers, where the model's are known exactly (see `lp.models.fused`).
         same_bits: whether a token's row is to have the same bits in every pass: captured steps run no kernels that
             round otherwise, and ranks that divide the model add up in their order.
+        kv_dtype: what caches hold keys and values as.
 
     Attributes:
         original: the model as it was given.
@@ -127,7 +133,7 @@ class ModelRunner:
         exact: False for a quantised model whose kernels let tokens of a step change each other; a warning says so.
 
     Raises:
-        ValueError: an architecture or attention that takes no tree mask.
+        ValueError: an architecture or attention that takes no tree mask; a `kv_dtype` for a model without attention.
     """
 
     def __init__(
@@ -138,8 +144,10 @@ class ModelRunner:
         probe: bool = True,
         fused: bool = True,
         same_bits: bool = False,
+        kv_dtype: KVDtype = KVDtype.AUTO,
     ) -> None:
         check_supported(model.config)
+        self.kv_dtype = kv_dtype
         self._adapters = AdapterRows()
         self._view = ModelView(model, self._forward_of)
         self.original = model
@@ -163,6 +171,11 @@ class ModelRunner:
         self._may_fuse = fused
         self._same_bits = same_bits
         self._choose_backend(backends_to_try(self.model, attention), probe)
+        if kv_dtype is not KVDtype.AUTO and not self.masks.kinds:
+            raise UserError(
+                f"kv_dtype is {str(kv_dtype)!r}, but {type(model).__name__} has no attention, and so no keys and "
+                "values to store; leave it out"
+            )
         self._fallback = capture is Capture.AUTO
         if mode := capture_mode(capture, model, self.boundary is not None, self.backend):
             with waiting("trying whether steps can be captured"):
@@ -234,7 +247,8 @@ class ModelRunner:
         self._state = model_state(self.model)
 
     def over(self, model: PreTrainedModel, fused: bool = True) -> ModelRunner:
-        """A runner like this one of another model, which it does not ask whether it honours a tree mask.
+        """A runner like this one of another model, which it does not ask whether it honours a tree mask; its caches
+        hold keys and values as they are.
 
         Args:
             fused: whether to run fused layers, if this one does.
@@ -326,7 +340,7 @@ class ModelRunner:
 
     def _captured_steps(self, mode: Capture) -> CapturedSteps:
         replica = replica_of(self.model)
-        how = self._cache_keyword, self.widths or BUCKETS, not self._same_bits
+        how = self._cache_keyword, self.widths or BUCKETS, not self._same_bits, self.kv_dtype
         return CapturedSteps(self.network, self.masks, mode, self._known, self.recurrent, replica, *how)
 
     def new_cache(self, capacity: int) -> StaticKVCache:
@@ -344,7 +358,7 @@ class ModelRunner:
             capacity, deferred: see `StaticKVCache`.
         """
         layers = self.config.num_hidden_layers
-        return new_cache(layers, capacity, deferred=deferred, known=self._known, shapes=self.recurrent)
+        return new_cache(layers, capacity, False, deferred, self._known, self.recurrent, self.kv_dtype)
 
     def forget_kinds(self) -> None:
         """Forget known kinds of keys and values, for a runner of other layers; its original keeps its own."""

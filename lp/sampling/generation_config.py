@@ -103,7 +103,7 @@ FIELDS = {
     "cache_implementation": Field(
         Does.UNUSED,
         ("dynamic", "static", "offloaded", "offloaded_static", "hybrid"),
-        "lp has a cache of its own, which is neither quantized nor paged",
+        "lp has a cache of its own, which is not paged, and quantized by its own kv_dtype='int8' or 'fp8'",
         lambda value, config: value in ("quantized", "paged"),
         changes_tokens=False,
     ),

@@ -12,6 +12,7 @@ import torch
 
 import lp
 from lp.budget.step_times_cache import read_estimate
+from lp.config import KVDtype
 from lp.engine.step_timing import KnownStepTimes, step_times_file
 from lp.models.layer_timing import TIMED_SIZES, time_passes
 from lp.models.runner import ModelRunner, runner_of
@@ -167,13 +168,16 @@ def test_ranks_have_step_times_of_their_own(tmp_path: Path) -> None:
 
 
 def test_the_key_has_all_that_a_step_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that are threads or on two nodes, a pool without numba or learning: their step times differ."""
+    """Ranks that are threads or on two nodes, quantised KV, a pool without numba or learning: step times differ."""
     runner = runner_of(tiny_model())
 
     def key(config: lp.LookaheadConfig = ADAPTIVE, context: ParallelContext | None = None) -> str:
         return step_times_file(runner, config, context or ParallelContext()).path.name
 
     keys = [key(), key(context=ParallelContext(backend="gloo"))]
+    runner.kv_dtype = KVDtype.INT8
+    keys.append(key())
+    runner.kv_dtype = KVDtype.AUTO
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     keys.append(key())
     monkeypatch.setattr("lp.budget.step_times_cache.COMPILED", "otherwise")
@@ -183,7 +187,7 @@ def test_the_key_has_all_that_a_step_waits_for(monkeypatch: pytest.MonkeyPatch) 
         key(lp.LookaheadConfig(adaptive=True, ablation=lp.Ablation(learn=False), pool_scope="session", pool_file="x"))
     )
     keys.append(key(lp.LookaheadConfig(adaptive=True, ablation=lp.Ablation(learn=False), corpora=["x"], history="x")))
-    assert len({*keys}) == 5 and keys[4] == keys[5] == keys[6], (
+    assert len({*keys}) == 6 and keys[5] == keys[6] == keys[7], (
         "the pool that is timed does not matter, what steps do to it does"
     )
 

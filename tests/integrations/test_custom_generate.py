@@ -294,8 +294,8 @@ def test_caches_that_transformers_makes(model: PreTrainedModel, implementation: 
 
 
 def test_a_quantized_cache_is_refused(model: PreTrainedModel) -> None:
-    """It rounds KV, and so gives another text."""
+    """It rounds KV in blocks of tokens, and so gives another text; the error names what rounds it token by token."""
     cache = object.__new__(QuantizedCache)  # its backends are packages of their own
     Cache.__init__(cache, layers=DynamicCache(config=model.config).layers)
-    with pytest.raises(ValueError, match="no quantized cache; leave cache_implementation out"):
+    with pytest.raises(ValueError, match="leave cache_implementation out and give kv_dtype="):
         model.generate(IDS, attention_mask=MASK, max_new_tokens=12, **LOOKAHEAD, **{cache_keyword(model): cache})

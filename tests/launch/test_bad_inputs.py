@@ -239,7 +239,7 @@ def test_a_full_disk_is_one_line(
 ) -> None:
     """The text is in the journal all the same, for the run that is started again with room."""
     asked = ["model=hf", f"model.name={tiny_folder}", "max_new_tokens=24", "limit=1", "compare=false"]
-    asked += [f"journal={tmp_path / 'journal'}", "show_prompt=false", "output=json"]
+    asked += [f"journal={tmp_path / 'journal'}", "output=json"]
     with open("/dev/full", "w", encoding="utf-8") as full, monkeypatch.context() as patch:
         patch.setattr("sys.stdout", full)
         ran = launch_generate(*asked)

@@ -50,6 +50,22 @@ def test_text_alone_unless_it_is_asked_to_compare(launch_generate: Callable[...,
     assert "plain" not in _rows(ran.out)
 
 
+@pytest.mark.parametrize("decoder", ["lookahead_auto", "autoregressive"])
+def test_the_cache_that_is_asked_for(generate: Callable[..., Ran], tiny_folder: Path, decoder: str) -> None:
+    """All methods and the oracle have it, so that their tokens are equal; those of the model's dtype are others."""
+    asked = ["model.kv_dtype=fp8", f"decoder={decoder}", "output=json", "repeats=1"]
+    found = json.loads(generate(*asked).out)["prompts"]
+    assert all(len(prompt["methods"]) > 2 and prompt["differences"] == [] for prompt in found)
+    loaded = lp.load(tiny_folder, dtype="float64")
+    for kv_dtype, same in (("fp8", True), ("auto", False)):
+        oracle = lp.AutoregressiveDecoder(loaded.model, kv_dtype=kv_dtype)
+        prompts = [loaded.tokenizer(prompt.text)["input_ids"] for prompt in load_builtin()[:2]]
+        texts = [loaded.tokenizer.decode(oracle.generate(ids, 40).tokens) for ids in prompts]
+        assert (texts == [prompt["text"] for prompt in found]) == same
+    ran = generate("model.kv_dtype=int4")
+    assert ran.code == 2 and "kv_dtype is 'int4'; it must be one of auto, int8, fp8" in ran.err
+
+
 def test_output_text_leaves_stdout_to_the_text(generate: Callable[..., Ran]) -> None:
     """`lp generate ... output=text > file.py` must give a file that is the text."""
     found = json.loads(generate("output=json", "compare=false").out)

@@ -85,6 +85,7 @@ class Case:
         images: number of images in the prompt, which `image_prompt` draws with `model_seed`; then `arch` is one of
             IMAGE_MODELS. 0 for none.
         adapters: seed of LoRA adapters, of which the text chooses one, and others in its company any; 0 for none.
+        kv_dtype: what caches hold keys and values as: "int8" or "fp8"; "" for the model's dtype.
     """
 
     arch: str = "llama"
@@ -121,6 +122,7 @@ class Case:
     history: int = 0
     images: int = 0
     adapters: int = 0
+    kv_dtype: str = ""
 
     @classmethod
     def drawn(
@@ -219,6 +221,9 @@ class Case:
         own = random.Random(f"adapters-{seed}")
         if ("adapters" in wanted or own.random() < 0.08) and takes_adapters(drawn):
             drawn = replace(drawn, adapters=own.randrange(1, 1000))
+        own = random.Random(f"kv_dtype-{seed}")
+        if ("kv_dtype" in wanted or own.random() < 0.08) and takes_kv_dtype(drawn.arch):
+            drawn = replace(drawn, kv_dtype=own.choice(["int8", "fp8"]))
         return drawn
 
     def json(self) -> str:
@@ -252,6 +257,13 @@ def takes_adapters(case: Case) -> bool:
     """Whether texts of a case may choose LoRA adapters."""
     never = case.images or case.bitwise or case.gpu or case.server >= 0 or case.tp > 1 or kind(case.arch) == "shifting"
     return not never and _has_linear_layers(case.arch)
+
+
+def takes_kv_dtype(arch: str) -> bool:
+    """Whether an architecture has keys and values, and transformers' `generate` keeps the cache that it is given: some
+    make another one where rotary frequencies change.
+    """
+    return arch != "mamba2" and kind(arch) != "shifting"
 
 
 @cache
@@ -434,6 +446,7 @@ FEATURES: dict[str, Callable[[Case], bool]] = {
     "history": lambda case: bool(case.history),
     "images": lambda case: bool(case.images),
     "adapters": lambda case: bool(case.adapters),
+    "kv_dtype": lambda case: bool(case.kv_dtype),
 }
 _NEVER_WITH_IMAGES = {"long", "turns", "gpu", "server", "bitwise", "tp", *KINDS}
 # Which never go together, and why: nothing else may be missing from a run that is long enough.
@@ -448,6 +461,7 @@ NEVER = [
     ({*KINDS}, {*KINDS}),
     ({"images"}, _NEVER_WITH_IMAGES),
     ({"adapters"}, {"images", "bitwise", "gpu", "server", "tp", "shifting"}),
+    ({"kv_dtype"}, {"shifting"}),
 ]
 
 

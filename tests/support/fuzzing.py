@@ -29,6 +29,7 @@ from tests.support.drawn_cases import PEERS, PROCESSORS, Case
 from tests.support.image_models import IMAGE, image_model, image_prompt
 from tests.support.pools import drawn_step_times
 from tests.support.processors import Noise, SumCriterion
+from tests.support.rounded_kv import OwnCache
 from tests.support.simulated_cuda import run_on_gpus, simulated_cuda, why_not
 from tests.support.switches import lookahead_config
 from tests.support.thread_ranks import run_lockstep
@@ -140,6 +141,8 @@ def _plain(model: PreTrainedModel, case: Case) -> list[int]:
         processors += [*sampling.processors(), Noise(sampling.seed, case.sequence)]
     room = min(case.new, (context_limit(model) or 1 << 30) - len(case.ids))
     asked = _asked(case) | _images(case)
+    if case.kv_dtype:
+        asked["past_key_values"] = OwnCache(case.kv_dtype, model.config)
     return plain_greedy(model, case.ids, room, logits_processor=tf.LogitsProcessorList(processors), **asked)
 
 
@@ -173,7 +176,10 @@ def _turns(case: Case, model: PreTrainedModel) -> list[Turn]:
     if case.adapters:
         own.enable_adapters()
         own.set_adapter(CHOSEN)
-    decoder = lp.PlainDecoder(own, exact="bitwise") if case.bitwise else lp.AutoregressiveDecoder(own)
+    kv_dtype = case.kv_dtype or "auto"
+    decoder: Any = lp.AutoregressiveDecoder(own, kv_dtype=kv_dtype)
+    if case.bitwise:
+        decoder = lp.PlainDecoder(own, exact="bitwise", kv_dtype=kv_dtype)
     while len(turns) < case.turns:
         oracle = decoder.generate(case.ids, case.new, _sampling(case), **_call(case, "cpu") | {"adapter": None})
         plain = oracle.tokens if case.bitwise else _plain(model, case)
@@ -220,7 +226,7 @@ class Rank:
             settings["step_times"] = drawn_step_times(random.Random(case.step_times))
         else:
             config = PEERS[case.method](**case.config)
-        settings["exact"] = "bitwise" if case.bitwise else "auto"
+        settings |= {"exact": "bitwise" if case.bitwise else "auto", "kv_dtype": case.kv_dtype or "auto"}
         decoder = lp.LookaheadDecoder(model, config, context, case.backend, **settings)
         if case.captured and not case.company and decoder.runner.boundary is None:
             captured_runner(decoder, probe=True)

@@ -13,6 +13,7 @@ from typing import Any
 import lp
 from lp.draft.share import step_tokens
 from tests.conftest import Processes
+from tests.support.rounded_kv import OwnCache
 from tests.support.tiny_models import VOCABULARY, plain_greedy, tiny_model
 from tests.support.workers.cases import Case
 from tests.support.workers.faults import STEP
@@ -43,7 +44,8 @@ def check_found(folder: Path, ranks: int, first: int, last: int) -> tuple[set[st
     for i, seed in enumerate(range(first, last)):
         case = Case.drawn(seed)
         model = tiny_model(case.arch, seed=case.model_seed)
-        plain = plain_greedy(model, case.ids, case.new)
+        given = {} if case.kv_dtype == "auto" else {"past_key_values": OwnCache(case.kv_dtype, model.config)}
+        plain = plain_greedy(model, case.ids, case.new, **given)
         expected = plain[: plain.index(case.eos) + 1] if case.eos in plain else plain
         for rank, results in enumerate(by_rank):
             assert results[i]["tokens"] == expected, f"seed {seed}, rank {rank} of {ranks}"

@@ -33,6 +33,7 @@ class Case:
     eos: int
     config: lp.LookaheadConfig
     step_times: StepTimes
+    kv_dtype: str
 
     @classmethod
     def drawn(cls, seed: int) -> Case:
@@ -50,8 +51,9 @@ class Case:
         arch = rng.choice(["llama", "llama", "gemma3", "mistral_sliding", "qwen3_5", "falcon_h1", "lfm2"])
         arch = arch if runs_here(arch) else "llama"
         return cls(
-            arch, rng.randrange(8), ids, rng.randint(8, 40), rng.randrange(VOCABULARY), config, drawn_step_times(rng)
-        )
+            arch, rng.randrange(8), ids, rng.randint(8, 40), rng.randrange(VOCABULARY), config, drawn_step_times(rng),
+            ["auto", "int8", "fp8"][seed % 3],
+        )  # fmt: skip
 
 
 def main(folder: Path, first: int, last: int) -> None:
@@ -61,7 +63,8 @@ def main(folder: Path, first: int, last: int) -> None:
     for seed in range(first, last):
         case = Case.drawn(seed)
         model = tiny_model(case.arch, seed=case.model_seed).to(context.device)
-        decoder = lp.LookaheadDecoder(model, case.config, context, step_times=case.step_times)
+        settings = {"step_times": case.step_times, "kv_dtype": case.kv_dtype}
+        decoder = lp.LookaheadDecoder(model, case.config, context, **settings)
         with pytest.MonkeyPatch.context() as patch:
             watch = Watch(patch)
             output = decoder.generate(case.ids, case.new, eos_token_id=case.eos, on_tokens=watch.on_tokens)

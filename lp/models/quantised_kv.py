@@ -1,0 +1,50 @@
+"""Keys and values in one byte each: how a slot holds them, and what attention reads of it.
+
+A slot of one head is a row of bytes: D rounded numbers, then the scale of the row, float32. Numbers and scale lie side
+by side, so whatever moves, copies or sends slots moves both, and knows nothing of it. A row is made once, when its
+token is computed; what is read of it is the same for every pass, that of the token itself included.
+
+    scale = max |x| / LARGEST        number = round(x / scale)        read: number x scale
+
+The scale is float32 whatever the model's dtype: float16 has no room for the quotient of a small key, and bfloat16
+would round it by more than int8 rounds the numbers. It costs 4 bytes a row.
+
+D: head dimension.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from lp.config import KVDtype
+
+SCALE_BYTES = 4
+LARGEST = {KVDtype.INT8: 127.0, KVDtype.FP8: 448.0}  # of the numbers; int8's -128 has no counterpart
+
+
+def quantised(states_D: torch.Tensor, kv_dtype: KVDtype) -> torch.Tensor:
+    """The rows of keys or values (..., D): int8, (..., D + SCALE_BYTES).
+
+    A row that is not finite, or whose scale float32 has no room for, is read as NaN throughout.
+    """
+    largest = LARGEST[kv_dtype]
+    wide_D = states_D.to(torch.promote_types(states_D.dtype, torch.float32))
+    scale_1 = (wide_D.abs().amax(-1, keepdim=True) / largest).float()
+    ratio_D = (wide_D / scale_1.to(wide_D.dtype)).nan_to_num(0.0, 0.0, 0.0).clamp(-largest, largest)  # of zeros: 0
+    numbers_D = ratio_D.round().to(torch.int8)
+    if kv_dtype is KVDtype.FP8:
+        numbers_D = ratio_D.float().to(torch.float8_e4m3fn).view(torch.int8)
+    return torch.cat([numbers_D, scale_1.view(torch.int8)], -1)
+
+
+def dequantised(rows_B: torch.Tensor, kv_dtype: KVDtype, dtype: torch.dtype) -> torch.Tensor:
+    """What rows are read as: (..., D), in the model's dtype."""
+    numbers_D = rows_B[..., :-SCALE_BYTES]
+    scale_1 = rows_B[..., -SCALE_BYTES:].clone(memory_format=torch.contiguous_format).view(torch.float32)  # aligned
+    if kv_dtype is KVDtype.FP8:
+        # As float16 of a 256th of each, whose bits are the same behind a longer exponent: CPUs turn float8 into others
+        # one by one, which takes ten times as long.
+        numbers_D = (numbers_D.to(torch.int16) << 7 & ~(1 << 14)).view(torch.float16)
+        scale_1 = scale_1 * 256
+    wide = torch.promote_types(dtype, torch.float32)
+    return numbers_D.to(wide).mul_(scale_1.to(wide)).to(dtype)
