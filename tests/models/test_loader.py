@@ -21,7 +21,8 @@ from safetensors.torch import load_file, save_file
 import lp
 from lp.models.digests import model_digests
 from lp.models.loader import cast_on, load
-from lp.models.support import check_supported, inexact_quantisation
+from lp.models.quantisation import inexact_quantisation
+from lp.models.support import check_supported
 from tests.conftest import some_of
 from tests.support.architectures import draw
 from tests.support.simulated_cuda.simulation import SimulatedCuda
