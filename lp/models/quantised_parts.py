@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from transformers import CompressedTensorsConfig
 
 from lp.errors import UserError
 from lp.models.part import Part
@@ -51,17 +52,19 @@ def format_of(fields: dict[str, Any] | None, source: str) -> Format | None:
         return None
     method = fields["quant_method"]
     if activations_of(fields) is not Activations.KEPT:
-        reason = "quantises activations too, whose scales would go by each rank's share of the columns"
+        reason = "quantises activations too: a rank's scales would go by its share of the columns"
     elif method not in FORMATS:
-        reason = f"stores weights otherwise than {' or '.join(FORMATS)}, whose parts lp can read"
+        reason = f"lp can't read by parts; it can weights alone of {' and '.join(FORMATS)}"
     elif not is_installed(package := method.replace("-", "_")):
-        reason = f"is read by the package {package}, which is not installed"
+        reason = f"is read by the package {package}; pip install {method}"
     else:
         return FORMATS[method](fields)
-    raise UserError(f"{source!r} is quantised by {method}, which {reason}; ranks can't divide it: use parallel.tp=1")
+    raise UserError(f"ranks can't divide {source!r}: it is quantised by {method}, which {reason}; use parallel.tp=1")
 
 
-def part_of_stored(name: str, shape: Sizes, part: Part, stored: Sizes, scale: bool, swapped: bool = False) -> Part | None:
+def part_of_stored(
+    name: str, shape: Sizes, part: Part, stored: Sizes, scale: bool, swapped: bool = False
+) -> Part | None:
     """The part of a stored tensor that belongs to a part of its weight; None: all of it.
 
     Args:
@@ -188,9 +191,7 @@ class CompressedTensors:
     TENSORS = ("weight", "weight_packed", "weight_shape", *SCALES)
 
     def __init__(self, fields: dict[str, Any]) -> None:
-        from compressed_tensors.compressors import ModelCompressor
-
-        self._config = ModelCompressor.from_compression_config(fields).quantization_config
+        self._config = CompressedTensorsConfig.from_dict(fields).quantization_config
 
     def stored(self, keys: Iterable[str], metadata: Mapping[str, str]) -> dict[str, dict[str, str]]:
         names = {*keys}
@@ -217,8 +218,8 @@ class CompressedTensors:
             own = part and part_of_stored(name, shape, part, _sizes(values), each in self.SCALES)
             tensors[each] = _of(values, own)
         compressor = BaseCompressor.get_value_from_registry(scheme.format or self._config.format)
-        values = compressor.decompress(tensors, scheme)["weight"]
-        return values.to(dtype)
+        expanded: torch.Tensor = compressor.decompress(tensors, scheme)["weight"].to(dtype)
+        return expanded
 
     def _scheme(self, layer: str) -> Any:
         from compressed_tensors.utils.match import is_match

@@ -366,4 +366,3 @@ class Checkpoint:
             "with the config that belongs to it; of some checkpoints transformers computes other weights, "
             "which a load with parallel.tp > 1 does not: load those with parallel.tp=1"
         )
-

@@ -26,11 +26,13 @@ from lp.models.adapters import check_text_adapter
 from lp.models.recurrent_layers import MODEL_TYPES
 from lp.models.support import check_supported
 from lp.models.tensor_parallel import STYLES
+from lp.optional import is_installed
 from tests.support.adapted import NAMES, add_adapters, linear_layers
 from tests.support.image_models import IMAGE_MODELS, image_prompt
 from tests.support.image_models import VOCABULARY as IMAGE_VOCABULARY
 from tests.support.pools import drawn_switches
 from tests.support.processors import Alternating
+from tests.support.quantised import IN_PLACE
 from tests.support.tiny_models import MATRIX, drawn_text, tiny_config, tiny_model
 
 # Whose sizes may be drawn: nothing in their configs goes layer by layer.
@@ -85,6 +87,7 @@ class Case:
         images: number of images in the prompt, which `image_prompt` draws with `model_seed`; then `arch` is one of
             IMAGE_MODELS. 0 for none.
         adapters: seed of LoRA adapters, of which the text chooses one, and others in its company any; 0 for none.
+        quantised: how torchao quantises the weights of linear layers, one of IN_PLACE; "" for not at all.
     """
 
     arch: str = "llama"
@@ -121,6 +124,7 @@ class Case:
     history: int = 0
     images: int = 0
     adapters: int = 0
+    quantised: str = ""
 
     @classmethod
     def drawn(
@@ -219,6 +223,9 @@ class Case:
         own = random.Random(f"adapters-{seed}")
         if ("adapters" in wanted or own.random() < 0.08) and takes_adapters(drawn):
             drawn = replace(drawn, adapters=own.randrange(1, 1000))
+        own = random.Random(f"quantised-{seed}")
+        if ("quantised" in wanted or own.random() < 0.08) and takes_quantised(drawn):
+            drawn = replace(drawn, quantised=own.choice([*IN_PLACE]))
         return drawn
 
     def json(self) -> str:
@@ -252,6 +259,11 @@ def takes_adapters(case: Case) -> bool:
     """Whether texts of a case may choose LoRA adapters."""
     never = case.images or case.bitwise or case.gpu or case.server >= 0 or case.tp > 1 or kind(case.arch) == "shifting"
     return not never and _has_linear_layers(case.arch)
+
+
+def takes_quantised(case: Case) -> bool:
+    """Whether the weights of a case may be quantised: by torchao, on a CPU, without adapters."""
+    return is_installed("torchao") and not (case.gpu or case.adapters)
 
 
 @cache
@@ -434,6 +446,7 @@ FEATURES: dict[str, Callable[[Case], bool]] = {
     "history": lambda case: bool(case.history),
     "images": lambda case: bool(case.images),
     "adapters": lambda case: bool(case.adapters),
+    "quantised": lambda case: bool(case.quantised),
 }
 _NEVER_WITH_IMAGES = {"long", "turns", "gpu", "server", "bitwise", "tp", *KINDS}
 # Which never go together, and why: nothing else may be missing from a run that is long enough.
@@ -448,6 +461,7 @@ NEVER = [
     ({*KINDS}, {*KINDS}),
     ({"images"}, _NEVER_WITH_IMAGES),
     ({"adapters"}, {"images", "bitwise", "gpu", "server", "tp", "shifting"}),
+    ({"quantised"}, {"gpu", "adapters"}),
 ]
 
 
