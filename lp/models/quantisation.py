@@ -53,7 +53,7 @@ def activations_of(fields: dict[str, Any]) -> Activations:
     """How a model of this quantisation config quantises activations.
 
     Args:
-        fields: as `quantisation_of` gives them.
+        fields: what `quantisation_of` gives.
     """
     method = fields["quant_method"]
     if method == "torchao":
@@ -74,7 +74,7 @@ def _of_torchao(text: str) -> Activations:
 
 
 def _of_groups(groups: Any) -> Activations:
-    """Of the groups of compressed-tensors, each with the quantisation of some layers."""
+    """How compressed-tensors quantises activations, by its groups, each of which is for some layers."""
     if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
         return Activations.UNKNOWN
     rounded = [group[key] for group in groups.values() for key in ACTIVATIONS if group.get(key)]

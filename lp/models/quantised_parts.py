@@ -52,7 +52,7 @@ def format_of(fields: dict[str, Any] | None, source: str) -> Format | None:
         return None
     method = fields["quant_method"]
     if activations_of(fields) is not Activations.KEPT:
-        reason = "quantises activations too: a rank's scales would go by its share of the columns"
+        reason = "quantises activations too, which a rank would round by its own share of the columns"
     elif method not in FORMATS:
         reason = f"lp can't read by parts; it can weights alone of {' and '.join(FORMATS)}"
     elif not is_installed(package := method.replace("-", "_")):
@@ -68,9 +68,9 @@ def part_of_stored(
     """The part of a stored tensor that belongs to a part of its weight; None: all of it.
 
     Args:
-        name: of the weight, for messages.
-        shape: of the weight.
-        part: of the weight.
+        name: name of the weight, for messages.
+        shape: shape of the weight.
+        part: part of the weight.
         stored: shape of the stored tensor.
         scale: whether it holds scales, one of which may be for all.
         swapped: whether its first dimension goes along the weight's columns.
@@ -189,12 +189,22 @@ class CompressedTensors:
 
     SCALES = ("weight_scale", "weight_zero_point", "weight_global_scale")
     TENSORS = ("weight", "weight_packed", "weight_shape", *SCALES)
+    ORDER = "weight_g_idx"  # the group of every column, where those of a group do not lie side by side
+    PACKED = ("pack-quantized", "int-quantized", "naive-quantized", "float-quantized")
 
     def __init__(self, fields: dict[str, Any]) -> None:
         self._config = CompressedTensorsConfig.from_dict(fields).quantization_config
+        groups = self._config.config_groups.values()
+        if unknown := sorted({str(each.format or self._config.format) for each in groups} - {*self.PACKED}):
+            raise UserError(
+                f"ranks can't divide weights of compressed-tensors' format {unknown[0]!r}, but those of "
+                f"{', '.join(self.PACKED)}; use parallel.tp=1"
+            )
 
     def stored(self, keys: Iterable[str], metadata: Mapping[str, str]) -> dict[str, dict[str, str]]:
         names = {*keys}
+        if ordered := sorted(name for name in names if name.endswith(self.ORDER)):
+            raise UserError(f"{ordered[0]} scatters a group's columns, which ranks can't divide; use parallel.tp=1")
         layers = [name.removesuffix(".weight_scale") for name in names if name.endswith(".weight_scale")]
         return {
             f"{layer}.weight": {each: f"{layer}.{each}" for each in self.TENSORS if f"{layer}.{each}" in names}

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from safetensors.torch import load_file, save_file
 
 import lp
 from lp.models.digests import model_digests
@@ -92,7 +93,7 @@ def test_a_known_object_as_quantisation_config() -> None:
 @pytest.mark.parametrize("name", QUANTISED)
 def test_the_table_of_quantised_models(name: str) -> None:
     """What the page says of a kind is what it does here, on one rank and on two."""
-    assert row(name) == standing_rows()[name], "run python -m tests.support.quantised_matrix and look at what changed"
+    assert row(name) == standing_rows()[name], "run python scripts/tables.py models and look at what changed"
 
 
 def test_a_quantised_checkpoint_on_one_rank(tmp_path: Path) -> None:
@@ -241,7 +242,7 @@ def test_int4_of_torchao_is_divided_as_torchao_slices_it(dimension: int) -> None
 
 REFUSED = {
     "gptq": ({"quant_method": "gptq", "bits": 4}, "gptq, which lp can't read by parts; it can .*torchao and comp"),
-    "fp8": ({"quant_method": "fp8"}, "fp8, which quantises activations too: a rank's scales would go by"),
+    "fp8": ({"quant_method": "fp8"}, "fp8, which quantises activations too, which a rank would round by"),
     "unknown": ({"quant_method": "int3_dreams"}, "int3_dreams, which quantises activations too"),
 }
 
@@ -254,6 +255,21 @@ def test_what_ranks_cannot_divide(kind: str, tmp_path: Path, tiny_folder: Path) 
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": fields}))
     with pytest.raises(lp.UserError, match=f"ranks can't divide .*{reason}.*; use parallel.tp=1"):
         load(tmp_path, context=ParallelContext(replica=Replica(0, 2)))
+
+
+def test_compressed_tensors_that_ranks_cannot_divide(tmp_path: Path) -> None:
+    """Columns of a group that do not lie side by side would be given other groups' scales."""
+    quantised_folder("compressed-tensors int4 by group", tmp_path)
+    context = ParallelContext(replica=Replica(0, 2))
+    weights = load_file(tmp_path / "model.safetensors")
+    layer = "model.layers.0.mlp.up_proj"
+    save_file(weights | {f"{layer}.weight_g_idx": torch.zeros(128, dtype=torch.int32)}, tmp_path / "model.safetensors")
+    with pytest.raises(lp.UserError, match=f"{layer}.weight_g_idx scatters a group's columns"):
+        load(tmp_path, "auto", context=context)
+    text = (tmp_path / "config.json").read_text().replace("pack-quantized", "nvfp4-pack-quantized")
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(lp.UserError, match="format 'nvfp4-pack-quantized', but those of pack-quantized, "):
+        load(tmp_path, "auto", context=context)
 
 
 def test_scales_for_activations_are_not_divided(tmp_path: Path) -> None:

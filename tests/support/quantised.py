@@ -27,12 +27,11 @@ class Kind:
 
     Attributes:
         package: what it needs to be installed.
-        write: quantises the checkpoint in a folder, in place; gives the quantisation config of a load that quantises,
-            None where the checkpoint is quantised.
+        write: quantises the checkpoint in a folder, in place, or leaves that to a load with the config that it gives.
         arch: the architecture.
         sizes: fields of the model's config.
         saved: whether a quantised model can be saved, and with it be read by parts.
-        dtype: of what is not quantised: the one that its kernels compute in, if they take one alone.
+        dtype: type of the weights that are not quantised: the one that its kernels compute in, if they take one alone.
     """
 
     package: str
@@ -51,7 +50,7 @@ def quantised_folder(name: str, folder: Path, dtype: torch.dtype | None = None, 
     Args:
         name: one of QUANTISED.
         folder: where to.
-        dtype: of what is not quantised; None: the kind's.
+        dtype: type of the weights that are not quantised; None: the kind's.
         options: arguments of `tiny_model`; `max_shard_size` of the checkpoint.
     """
     kind = QUANTISED[name]
@@ -64,9 +63,10 @@ def quantised_folder(name: str, folder: Path, dtype: torch.dtype | None = None, 
     whole.save_pretrained(folder)
     letters(whole.config.vocab_size - 1).save_pretrained(folder)
     at_load = kind.write(folder)
+    quantised = "quantization_config" in json.loads((folder / "config.json").read_text())
     settings = {"quantization_config": at_load} if at_load else {}
     model = tf.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **settings)
-    if at_load and kind.saved:
+    if kind.saved and not quantised:
         model.save_pretrained(folder, **shards)
     model.generation_config = tf.GenerationConfig(do_sample=False)
     return model.eval()
@@ -189,8 +189,8 @@ def _bitnet(folder: Path) -> None:
     _rewritten(folder, {"quant_method": "bitnet", "linear_class": "bitlinear"}, quantise)
 
 
-def _gptq(folder: Path) -> Any:
-    """AutoRound's own, which has the layout of GPTQ."""
+def _gptq(folder: Path, method: str = "auto-round") -> Any:
+    """AutoRound's own, which has the layout of GPTQ; or GPTQ's, which AutoRound reads where it is asked to."""
     places = 4 * torch.arange(8)
 
     def quantise(layer: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -207,8 +207,9 @@ def _gptq(folder: Path) -> Any:
             "g_idx": (torch.arange(columns) // GROUP).to(torch.int32),
         }
 
-    settings = {"quant_method": "auto-round", "bits": 4, "group_size": GROUP, "sym": True, "desc_act": False}
+    settings = {"quant_method": method, "bits": 4, "group_size": GROUP, "sym": True, "desc_act": False}
     _rewritten(folder, settings | {"packing_format": "auto_round:auto_gptq", "backend": "auto"}, quantise)
+    return tf.AutoRoundConfig() if method == "gptq" else None
 
 
 def _four_bit_blocks(kind: str) -> Callable[[Path], Any]:
@@ -251,8 +252,11 @@ QUANTISED: dict[str, Kind] = {
     "quanto int4": Kind("optimum", lambda folder: tf.QuantoConfig(weights="int4"), saved=False),
     "quanto float8": Kind("optimum", lambda folder: tf.QuantoConfig(weights="float8"), saved=False),
     "auto-round int4 by group": Kind("auto_round", _gptq, dtype=torch.float16),
-    "fp8": Kind("accelerate", _fp8),
-    "mxfp4": Kind("accelerate", _mxfp4, "gpt_oss", {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}),
+    "gptq, which auto-round loads": Kind("auto_round", lambda folder: _gptq(folder, "gptq"), dtype=torch.float16),
+    "fp8, expanded as it is loaded": Kind("accelerate", _fp8),
+    "mxfp4, expanded as it is loaded": Kind(
+        "accelerate", _mxfp4, "gpt_oss", {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
+    ),
     "gemma": Kind("transformers", _gemma),
     "bitnet": Kind("accelerate", _bitnet),
 }

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 import lp
-from lp.errors import UserError
 from lp.models.excerpt import PRECISE
 from lp.models.loader import load
 from lp.models.quantisation import inexact_quantisation, tokens_share_scales
@@ -30,14 +29,15 @@ MARK = "quantised"
 # By transformers' name of the method: what has not been tried here, and what that needs.
 NOT_TRIED = {
     "aqlm": "a quantised checkpoint; its CPU kernels compile with numba",
-    "awq, gptq": "the package gptqmodel, which this machine could not install; on a GPU its kernels",
+    "awq, and gptq by itself": "the package gptqmodel, of which there was no wheel",
+    "compressed-tensors, zero points": "releases that load them: transformers 5.23 finds other sizes in 0.20.1's files",
     "eetq": "a GPU and the package kernels",
     "fbgemm_fp8": "a GPU of compute capability 9.0 and the package fbgemm-gpu",
     "fouroversix": "a GPU and its package",
     "fp8, mxfp8 without expansion": "a GPU of compute capability 8.9",
     "fp_quant": "a GPU and the package fp_quant; with qutlass a Blackwell GPU",
     "higgs": "a GPU and the package flute-kernel",
-    "hqq": "the package hqq, which this machine could not install",
+    "hqq": "the package hqq, of which there was no wheel",
     "metal": "Apple silicon",
     "mxfp4 without expansion": "triton and the package kernels",
     "nvfp4": "a Blackwell GPU and the package kernels",
@@ -48,7 +48,13 @@ NOT_TRIED = {
     "torchao float8, activations too": "a GPU of compute capability 8.9",
     "vptq": "a GPU and the package vptq",
 }
-PACKAGES = ("torchao", "compressed-tensors", "bitsandbytes", "optimum-quanto", "auto-round")
+PACKAGES = {
+    "torchao": "torchao",
+    "compressed-tensors": "compressed_tensors",
+    "bitsandbytes": "bitsandbytes",
+    "optimum-quanto": "optimum",
+    "auto-round": "auto_round",
+}  # as they are installed, and imported
 
 
 def verdict(name: str) -> str:
@@ -123,22 +129,14 @@ def standing_rows() -> dict[str, str]:
 
 
 def quantised_page() -> str:
-    """The page of models as it stands, around a new table of quantised ones.
-
-    Raises:
-        ValueError: a package is not installed.
-    """
-    if missing := sorted({kind.package for kind in QUANTISED.values() if not is_installed(kind.package)}):
-        raise UserError(f"the table of quantised models needs {', '.join(missing)}; pip install {' '.join(PACKAGES)}")
+    """The page of models as it stands, around a new table of quantised ones; rows that need other packages stay."""
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(f"<!-- {MARK} -->\n")
-    _, _, after = rest.partition("<!-- end -->\n")
-    others = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
-    head = ["| kind | result | two ranks divide it |", "|---|---|---|"]
-    tried = [row(name) for name in QUANTISED]
+    standing, _, after = rest.partition("<!-- end -->\n")
+    run_with = standing.partition("\n")[0]
+    if all(map(is_installed, PACKAGES.values())):
+        run_with = f"Run with {versions()}, {', '.join(f'{name} {version(name)}' for name in PACKAGES)}."
+    known = standing_rows()
+    tried = [row(name) if is_installed(kind.package) else known[name] for name, kind in QUANTISED.items()]
     not_tried = [f"| {name} | not tried: needs {what} | |" for name, what in NOT_TRIED.items()]
-    table = "\n".join([*head, *tried, *not_tried])
-    return f"{before}<!-- {MARK} -->\nRun with {versions()}, {others}.\n\n{table}\n<!-- end -->\n{after}"
-
-
-if __name__ == "__main__":
-    PAGE.write_text(quantised_page(), encoding="utf-8")
+    table = "\n".join(["| kind | result | two ranks divide it |", "|---|---|---|", *tried, *not_tried])
+    return f"{before}<!-- {MARK} -->\n{run_with}\n\n{table}\n<!-- end -->\n{after}"
