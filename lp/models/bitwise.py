@@ -24,9 +24,9 @@ from lp.errors import UserError
 from lp.models.equal_widths import equal_widths
 from lp.models.experts_by_row import experts_obstacle, pad_experts
 from lp.models.model_lock import lock_of
+from lp.models.quantisation import tokens_share_scales
 from lp.models.runner import ModelRunner, runner_of
 from lp.models.sharded_layers import replica_of
-from lp.models.support import inexact_quantisation
 from lp.waits import waiting
 
 BACKEND = "by_position"
@@ -84,7 +84,7 @@ def _obstacle(model: PreTrainedModel, attention: str, capture: Capture) -> str |
         return "the model lies on more than one device"
     if replica_of(model).size > 1 and model.device.type != "cpu":
         return f"the model is divided among ranks (parallel.tp) on {model.device.type!r}, where this has not been tried"
-    if reason := inexact_quantisation(model.config):
+    if reason := tokens_share_scales(model.config):
         return reason
     return experts_obstacle(model)
 

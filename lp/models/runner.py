@@ -36,12 +36,13 @@ from lp.models.model_lock import lock_of
 from lp.models.new_cache import new_cache
 from lp.models.probe import check_tree_mask
 from lp.models.prompt_images import PromptImages
+from lp.models.quantisation import inexact_quantisation
 from lp.models.query_scales import scaled_by_position
 from lp.models.recurrent_layers import recurrent_shapes, tree_forward
 from lp.models.releases import cache_keyword
 from lp.models.rope import rope_boundary
 from lp.models.sharded_layers import head_of, replica_of, sum_in_rank_order
-from lp.models.support import check_supported, inexact_quantisation
+from lp.models.support import check_supported
 from lp.models.tree_pass import TreePass
 from lp.models.view import ModelView
 from lp.models.weight_layout import restore
@@ -153,7 +154,7 @@ class ModelRunner:
         self.original = model
         self.model = self._view.model
         self.config = self.model.config.get_text_config()
-        inexact = inexact_quantisation(model.config)
+        inexact = None if same_bits else inexact_quantisation(model.config)  # bitwise refuses
         self.exact = inexact is None
         if inexact and probe:
             warnings.warn(f"tokens may differ from plain decoding's: {inexact}", stacklevel=2)

@@ -5,6 +5,7 @@ No rank ever holds a whole layer, and no more of a file is mapped than one tenso
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import threading
@@ -22,7 +23,10 @@ from transformers.utils import cached_file
 
 from lp.errors import UserError
 from lp.models.auto_class import auto_class
-from lp.models.tensor_parallel import Part, Plan, divided
+from lp.models.part import Part
+from lp.models.quantisation import quantisation_of
+from lp.models.quantised_parts import Format, format_of
+from lp.models.tensor_parallel import Plan, divided
 from lp.parallel.replica import Replica
 
 INDEX = "model.safetensors.index.json"
@@ -55,14 +59,11 @@ def load_divided(
         kwargs: `attn_implementation`, `trust_remote_code`, `local_files_only`.
 
     Raises:
-        ValueError: quantised weights, files that are missing or damaged, weights that are missing or of other shapes
-            than the config says, or a model that cannot be divided.
+        ValueError: weights that are quantised in a way that ranks cannot divide, files that are missing or damaged,
+            weights that are missing or of other shapes than the config says, or a model that cannot be divided.
     """
-    if getattr(config, "quantization_config", None) is not None:
-        raise UserError(
-            f"{source!r} is quantised, which cannot be divided among {replica.size} ranks; use parallel.tp=1"
-        )
-    weights = Checkpoint(source, kwargs.pop("local_files_only", False))
+    quantised = format_of(quantisation_of(config), source)
+    weights = Checkpoint(source, kwargs.pop("local_files_only", False), quantised)
     if dtype == "auto":
         dtype = getattr(config, "dtype", None) or weights.dtype
     assert isinstance(dtype, torch.dtype)
@@ -150,14 +151,17 @@ class Checkpoint:
     Args:
         source: folder, or hub name.
         offline: look into the hub's cache alone.
+        quantised: how quantised weights are stored; None where none are.
 
     Raises:
         ValueError: there are none.
     """
 
-    def __init__(self, source: str, offline: bool) -> None:
+    def __init__(self, source: str, offline: bool, quantised: Format | None = None) -> None:
         self.source = source
         self.offline = offline
+        self.quantised = quantised
+        self._tensors: dict[str, dict[str, str]] = {}  # of quantised weights, by the weight's name in the files
         self._stored: dict[str, str] = {}  # their names in the files, by those of a model: see `rename`
         index = self._file(INDEX)
         if index is not None:
@@ -167,6 +171,7 @@ class Checkpoint:
                 raise UserError(f"cannot load {source!r}: {INDEX} is damaged ({error}); download it again") from error
             self._files = {file: self._file(file) for file in {*names.values()}}
             self._file_of = names
+            self._find_quantised()
             return
         single = self._file(SINGLE)
         if single is None:
@@ -176,12 +181,22 @@ class Checkpoint:
         with self._opened(single) as file:
             self._file_of = dict.fromkeys(file.keys(), SINGLE)
         self._files = {SINGLE: single}
+        self._find_quantised()
+
+    def _find_quantised(self) -> None:
+        if self.quantised is None:
+            return
+        metadata: dict[str, str] = {}
+        for first in {file: name for name, file in self._file_of.items()}.values():
+            with self._opened(self._path(first)) as file:
+                metadata |= file.metadata() or {}
+        self._tensors = self.quantised.stored(self._file_of, metadata)
 
     def rename(self, model: PreTrainedModel) -> None:
         """Call weights by the names that a model's modules have, as transformers does when it loads them."""
         renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
         wanted = model.state_dict()
-        for name in sorted(self._file_of):
+        for name in sorted({*self._file_of, *self._tensors}):
             renamed, _ = rename_source_key(name, renamings, [], model.base_model_prefix, wanted)
             if renamed not in wanted and name in wanted:  # it has the module's name already
                 renamed = name
@@ -223,6 +238,12 @@ class Checkpoint:
     def equal(self, name: str, other: str) -> bool:
         """Whether two weights have the same values; a few rows at a time are held."""
         ours, theirs = self._stored[name], self._stored[other]
+        if ours in self._tensors or theirs in self._tensors:
+            one, two = (self._tensors.get(each, {"": each}) for each in (ours, theirs))
+            return one.keys() == two.keys() and all(self._equal(one[each], two[each]) for each in one)
+        return self._equal(ours, theirs)
+
+    def _equal(self, ours: str, theirs: str) -> bool:
         with self._opened(self._path(ours)) as one, self._opened(self._path(theirs)) as two:
             a, b = one.get_slice(ours), two.get_slice(theirs)
             if a.get_shape() != b.get_shape():
@@ -244,11 +265,14 @@ class Checkpoint:
         Raises:
             ValueError: it is missing, damaged, or of another shape.
         """
-        if stored := self._stored.get(name):
+        stored = self._stored.get(name)
+        if stored in self._tensors:
+            return self._read_quantised(stored, name, shape, part, device, dtype)
+        if stored:
             return self._read(stored, name, shape, part, device, dtype)
-        values = torch.empty(_sizes(shape, part), device=device, dtype=dtype) if ".experts." in name else None
-        if values is None:
+        if ".experts." not in name:
             raise self.missing(name)
+        values = torch.empty(part.sizes(shape) if part else shape, device=device, dtype=dtype)
         for expert in range(shape[0]):
             self._read_expert(values[expert], name, expert, shape[1:], part, dtype)
         return values
@@ -289,17 +313,37 @@ class Checkpoint:
     ) -> torch.Tensor:
         with self._opened(self._path(stored)) as file:
             values = file.get_slice(stored)
-            found = tuple(values.get_shape())
-            if found != shape:
-                raise UserError(
-                    f"cannot load {self.source!r}: config.json makes {name} {shape}, the weights have {found}; "
-                    "use the config that belongs to these weights"
-                )
+            self._check_shape(name, tuple(values.get_shape()), shape)
             if not shape:
                 number: torch.Tensor = file.get_tensor(stored)
                 return number.to(device=device, dtype=dtype, copy=True)
             whole = Part(0, ((0, shape[0]),))
             return (part or whole).of(values).to(device=device, dtype=dtype, copy=True)
+
+    def _check_shape(self, name: str, found: tuple[int, ...], shape: tuple[int, ...]) -> None:
+        if found != shape:
+            raise UserError(
+                f"cannot load {self.source!r}: config.json makes {name} {shape}, the weights have {found}; "
+                "use the config that belongs to these weights"
+            )
+
+    def _read_quantised(
+        self,
+        stored: str,
+        name: str,
+        shape: tuple[int, ...],
+        part: Part | None,
+        device: str | torch.device,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        assert self.quantised is not None
+        with contextlib.ExitStack() as files:
+            tensors = {
+                each: files.enter_context(self._opened(self._path(key))).get_slice(key)
+                for each, key in self._tensors[stored].items()
+            }
+            self._check_shape(name, self.quantised.shape(stored, tensors), shape)
+            return self.quantised.part(stored, tensors, shape, part, dtype).to(device)
 
     def _path(self, stored: str) -> Path:
         path = self._files[self._file_of[stored]]
@@ -322,11 +366,3 @@ class Checkpoint:
             "with the config that belongs to it; of some checkpoints transformers computes other weights, "
             "which a load with parallel.tp > 1 does not: load those with parallel.tp=1"
         )
-
-
-def _sizes(shape: tuple[int, ...], part: Part | None) -> tuple[int, ...]:
-    """Sizes of a part of a tensor of this shape; None: of all of it."""
-    sizes = [*shape]
-    if part is not None:
-        sizes[part.dimension] = sum(last - first for first, last in part.ranges)
-    return tuple(sizes)

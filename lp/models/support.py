@@ -1,11 +1,10 @@
-"""Checks of a config alone: architectures that a tree-shaped step can't be exact for, and quantisation that isn't.
+"""Checks of a config alone: architectures that a tree-shaped step can't be exact for.
 
 For whatever is not refused here by name, the probe runs the model itself.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
@@ -14,6 +13,7 @@ import transformers as tf
 
 from lp.attention.masks import layer_kinds, named_kinds
 from lp.errors import UserError
+from lp.models.quantisation import inexact_quantisation
 from lp.models.recurrent_layers import LAYERS, MODEL_TYPES, RECURRENT_KINDS, TRANSFORMERS_KEEPS_STATES
 
 # Recurrent models whose config names no kinds of layers.
@@ -21,8 +21,6 @@ RECURRENT = {"rwkv", "xlstm"}
 # Mamba-1, whose states decay by a factor of their own for every channel and state: no sum of outer products under one
 # decay a head, so that a step would hold a state for every node.
 MAMBA_1 = {"mamba", "falcon_mamba", "jamba", "zamba"}
-# Methods that quantise activations by a scale that several tokens of a forward pass may share.
-SHARED_SCALES = {"fbgemm_fp8", "fp_quant", "nvfp4"}
 # Of float32 products, by torch.get_float32_matmul_precision(): float32's own, TF32's, bfloat16's.
 FLOAT32_PRECISION = {"highest": 2.0**-23, "high": 2.0**-10, "medium": 2.0**-7}
 
@@ -94,25 +92,6 @@ def check_adapter(model: Any) -> None:
             f"the model has an adapter that is {effect}; lp passes the tokens alone: use generate as it is, or an "
             "adapter of the weights, such as LoRA"
         )
-
-
-def inexact_quantisation(config: Any) -> str | None:
-    """Why a quantised model's tokens may differ from plain decoding's, or None.
-
-    Weights alone may be quantised as one likes. Activations rounded by a scale or a choice of columns taken over the
-    tokens of a forward pass depend on which tokens share it, and a step has more of them than plain decoding.
-    """
-    quantisation = getattr(config, "quantization_config", None)
-    if quantisation is None:
-        return None
-    fields = quantisation if isinstance(quantisation, dict) else quantisation.to_dict()
-    method = str(getattr(fields.get("quant_method"), "value", fields.get("quant_method")))
-    text = json.dumps(fields, default=lambda value: getattr(value, "__dict__", None) or str(value))
-    if method == "bitsandbytes" and fields.get("load_in_8bit"):
-        return "bitsandbytes int8 picks its outlier columns over all tokens of a forward pass"
-    if method in SHARED_SCALES or "DynamicActivation" in text or '"dynamic": true' in text:
-        return f"{method} quantises activations while it runs"
-    return None
 
 
 def logit_rounding(model: Any) -> float:

@@ -17,6 +17,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lp.errors import UserError
+from lp.models.part import Part
+from lp.models.quantised_parts import part_of_tensor
 from lp.models.recurrent_layers import recurrent_layer
 from lp.models.sharded_layers import RowWiseLinear, ShardedEmbedding, ShardedExperts, ShardedHead
 from lp.parallel.replica import Replica
@@ -42,24 +44,6 @@ FORMAT = (
     'give lp.load(tp_plan=...) a dict as {"layers.*.self_attn.q_proj": "colwise", "layers.*.self_attn.o_proj": '
     f'"rowwise", ...}}, with names of modules inside the base model and one of {", ".join(STYLES)}'
 )
-
-
-class Part(NamedTuple):
-    """The part of a weight that a rank holds: ranges of one dimension, one behind the other.
-
-    Attributes:
-        dimension: the dimension.
-        ranges: [first, last) each.
-    """
-
-    dimension: int
-    ranges: tuple[tuple[int, int], ...]
-
-    def of(self, weight: Any) -> torch.Tensor:
-        """This part of a tensor, or of what safetensors' `get_slice` gives, which then reads no more than that."""
-        before = (slice(None),) * self.dimension
-        pieces = [weight[(*before, slice(*each))] for each in self.ranges]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dimension)
 
 
 Parts = dict[str, Part]  # by parameter; one that is not there is whole
@@ -100,14 +84,14 @@ def divide(model: PreTrainedModel, replica: Replica, plan: Plan | None = None) -
     """Divide a whole model among the ranks of a replica, in place: each keeps its own parts.
 
     Args:
-        model: the same on every rank; in memory, not quantised.
+        model: the same on every rank; in memory.
         replica: the ranks.
         plan: None takes the model's own.
 
     Raises:
         ValueError: a model that cannot be divided so; names it and why.
     """
-    return divided(model, replica, plan, lambda name, parameter, part: _held(parameter.data, part))
+    return divided(model, replica, plan, _held)
 
 
 def divided(model: PreTrainedModel, replica: Replica, plan: Plan | None, fetch: Fetch) -> PreTrainedModel:
@@ -130,8 +114,8 @@ def divided(model: PreTrainedModel, replica: Replica, plan: Plan | None, fetch: 
     return model
 
 
-def _held(weight: torch.Tensor, part: Part | None) -> torch.Tensor:
-    return weight if part is None else part.of(weight).clone()
+def _held(name: str, weight: nn.Parameter, part: Part | None) -> torch.Tensor:
+    return weight.data if part is None else part_of_tensor(name, weight.data, part)
 
 
 def parts_of(model: PreTrainedModel, replica: Replica, styles: Mapping[str, str]) -> Parts:

@@ -22,8 +22,9 @@ class Models(Command):
         from tests.support.architectures import PAGE, page  # of the clone alone
         from tests.support.image_matrix import image_page
         from tests.support.mapped import mapped_page
+        from tests.support.quantised_matrix import quantised_page
 
         torch.set_num_threads(1)
-        for make_page in (page, image_page, mapped_page):  # each replaces its own part
+        for make_page in (page, image_page, quantised_page, mapped_page):  # each replaces its own part
             PAGE.write_text(make_page(), encoding="utf-8")
         print(PAGE.read_text(encoding="utf-8"))

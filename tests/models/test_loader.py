@@ -21,11 +21,10 @@ from safetensors.torch import load_file, save_file
 import lp
 from lp.models.digests import model_digests
 from lp.models.loader import cast_on, load
-from lp.models.support import check_supported, inexact_quantisation
+from lp.models.support import check_supported
 from tests.conftest import some_of
-from tests.support.architectures import draw
 from tests.support.simulated_cuda.simulation import SimulatedCuda
-from tests.support.tiny_models import plain_greedy, tiny_config, tiny_model
+from tests.support.tiny_models import tiny_config, tiny_model
 
 WEIGHTS = "model.safetensors"
 Change = Callable[[Path], object]
@@ -236,85 +235,6 @@ def test_refused_by_name(arch: str) -> None:
     config = tiny_config(arch)
     with pytest.raises(ValueError, match=f"model type '{config.model_type}'"):
         check_supported(config)
-
-
-QUANTISED = {
-    "weights of torchao": (
-        {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig"}}},
-        "",
-    ),
-    "activations of torchao": (
-        {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8DynamicActivationInt8WeightConfig"}}},
-        "torchao quantises activations",
-    ),
-    "bitsandbytes int8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "outlier columns over all tokens"),
-    "bitsandbytes nf4": ({"quant_method": "bitsandbytes", "load_in_8bit": False, "load_in_4bit": True}, ""),
-    "gptq": ({"quant_method": "gptq", "bits": 4}, ""),
-    "awq": ({"quant_method": "awq", "bits": 4}, ""),
-    "fbgemm fp8": ({"quant_method": "fbgemm_fp8"}, "fbgemm_fp8 quantises activations"),
-    "compressed-tensors w8a8": (
-        {"quant_method": "compressed-tensors", "config_groups": {"g": {"input_activations": {"dynamic": True}}}},
-        "compressed-tensors quantises activations",
-    ),
-    "compressed-tensors w4a16": (
-        {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"dynamic": False}}}},
-        "",
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", QUANTISED)
-def test_which_quantisation_is_exact(kind: str) -> None:
-    """A model whose tokens change each other must not be reported as exact, nor an exact one be doubted."""
-    fields, reason = QUANTISED[kind]
-    found = inexact_quantisation(SimpleNamespace(quantization_config=fields))
-    assert (reason in found) if reason and found else (found is None and not reason)
-
-
-def test_a_known_object_as_quantisation_config() -> None:
-    """A loaded model holds its quantisation config as an object, with enums in it."""
-    eight = SimpleNamespace(quantization_config=tf.BitsAndBytesConfig(load_in_8bit=True))
-    assert "outlier columns" in (inexact_quantisation(eight) or "")
-    assert inexact_quantisation(SimpleNamespace(quantization_config=tf.GPTQConfig(bits=4))) is None
-
-
-@pytest.mark.parametrize("kind", ["weights", "activations"])
-def test_torchao_int8(kind: str, tmp_path: Path) -> None:
-    """A quantised weight is a tensor that takes no view and lies in a layer that is no plain Linear."""
-    quantization = pytest.importorskip("torchao.quantization")
-    name = {"weights": "Int8WeightOnlyConfig", "activations": "Int8DynamicActivationInt8WeightConfig"}[kind]
-    tiny_model("llama", dtype=torch.float32).save_pretrained(tmp_path)
-    model = tf.AutoModelForCausalLM.from_pretrained(
-        tmp_path, quantization_config=tf.TorchAoConfig(getattr(quantization, name)()), dtype=torch.float32
-    )
-    model.generation_config = tf.GenerationConfig(do_sample=False)
-    if kind == "activations":
-        with pytest.warns(UserWarning, match="tokens may differ .* torchao quantises activations"):
-            assert not lp.LookaheadDecoder(model).runner.exact
-        return
-    for number in range(4):
-        case = draw(f"torchao-{number}")
-        decoder = lp.LookaheadDecoder(model, case.config)
-        assert decoder.runner.exact
-        assert decoder.generate(case.ids, case.new).tokens == plain_greedy(model, case.ids, case.new)
-        sampling = lp.SamplingParams(temperature=0.8, seed=number)
-        plain = lp.AutoregressiveDecoder(model).generate(case.ids, case.new, sampling)
-        assert decoder.generate(case.ids, case.new, sampling).tokens == plain.tokens
-    digests = model_digests(model)
-    model.model.layers[0].self_attn.q_proj.weight.qdata[0, 0] += 1
-    assert model_digests(model) != digests
-
-
-def test_quantised_checkpoints_load(tmp_path: Path, tiny_folder: Path) -> None:
-    """`load` must leave a quantised model where transformers put it."""
-    quantization = pytest.importorskip("torchao.quantization")
-    folder = shutil.copytree(tiny_folder, tmp_path / "model")
-    config = tf.TorchAoConfig(quantization.Int8WeightOnlyConfig())
-    tf.AutoModelForCausalLM.from_pretrained(tiny_folder, quantization_config=config).save_pretrained(folder)
-    loaded = load(folder)
-    assert type(loaded.model.model.layers[0].self_attn.q_proj.weight).__name__ == "Int8Tensor"
-    ids = [5, 6, 7, 8] * 4
-    assert lp.LookaheadDecoder(loaded.model).generate(ids, 10).tokens == plain_greedy(loaded.model, ids, 10)
 
 
 def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,11 +26,13 @@ from lp.models.adapters import check_text_adapter
 from lp.models.recurrent_layers import MODEL_TYPES
 from lp.models.support import check_supported
 from lp.models.tensor_parallel import STYLES
+from lp.optional import is_installed
 from tests.support.adapted import NAMES, add_adapters, linear_layers
 from tests.support.image_models import IMAGE_MODELS, image_prompt
 from tests.support.image_models import VOCABULARY as IMAGE_VOCABULARY
 from tests.support.pools import drawn_switches
 from tests.support.processors import Alternating
+from tests.support.quantised import IN_PLACE
 from tests.support.tiny_models import MATRIX, drawn_text, tiny_config, tiny_model
 
 # Whose sizes may be drawn: nothing in their configs goes layer by layer.
@@ -86,6 +88,7 @@ class Case:
             IMAGE_MODELS. 0 for none.
         adapters: seed of LoRA adapters, of which the text chooses one, and others in its company any; 0 for none.
         kv_dtype: what caches hold keys and values as: "int8" or "fp8"; "" for the model's dtype.
+        quantised: how torchao quantises the weights of linear layers, one of IN_PLACE; "" for not at all.
     """
 
     arch: str = "llama"
@@ -123,6 +126,7 @@ class Case:
     images: int = 0
     adapters: int = 0
     kv_dtype: str = ""
+    quantised: str = ""
 
     @classmethod
     def drawn(
@@ -224,6 +228,9 @@ class Case:
         own = random.Random(f"kv_dtype-{seed}")
         if ("kv_dtype" in wanted or own.random() < 0.08) and takes_kv_dtype(drawn.arch):
             drawn = replace(drawn, kv_dtype=own.choice(["int8", "fp8"]))
+        own = random.Random(f"quantised-{seed}")
+        if ("quantised" in wanted or own.random() < 0.08) and takes_quantised(drawn):
+            drawn = replace(drawn, quantised=own.choice([*IN_PLACE]))
         return drawn
 
     def json(self) -> str:
@@ -264,6 +271,11 @@ def takes_kv_dtype(arch: str) -> bool:
     make another one where rotary frequencies change.
     """
     return arch != "mamba2" and kind(arch) != "shifting"
+
+
+def takes_quantised(case: Case) -> bool:
+    """Whether the weights of a case may be quantised: by torchao, on a CPU, without adapters."""
+    return is_installed("torchao") and not (case.gpu or case.adapters)
 
 
 @cache
@@ -447,6 +459,7 @@ FEATURES: dict[str, Callable[[Case], bool]] = {
     "images": lambda case: bool(case.images),
     "adapters": lambda case: bool(case.adapters),
     "kv_dtype": lambda case: bool(case.kv_dtype),
+    "quantised": lambda case: bool(case.quantised),
 }
 _NEVER_WITH_IMAGES = {"long", "turns", "gpu", "server", "bitwise", "tp", *KINDS}
 # Which never go together, and why: nothing else may be missing from a run that is long enough.
@@ -462,6 +475,7 @@ NEVER = [
     ({"images"}, _NEVER_WITH_IMAGES),
     ({"adapters"}, {"images", "bitwise", "gpu", "server", "tp", "shifting"}),
     ({"kv_dtype"}, {"shifting"}),
+    ({"quantised"}, {"gpu", "adapters"}),
 ]
 
 

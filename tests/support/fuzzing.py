@@ -29,6 +29,7 @@ from tests.support.drawn_cases import PEERS, PROCESSORS, Case
 from tests.support.image_models import IMAGE, image_model, image_prompt
 from tests.support.pools import drawn_step_times
 from tests.support.processors import Noise, SumCriterion
+from tests.support.quantised import quantise_in_place
 from tests.support.rounded_kv import OwnCache
 from tests.support.simulated_cuda import run_on_gpus, simulated_cuda, why_not
 from tests.support.switches import lookahead_config
@@ -83,6 +84,8 @@ def _model(case: Case) -> PreTrainedModel:
         model = tiny_model(case.arch, case.model_seed, dtype, **sizes)
     if case.adapters:
         add_adapters(model, case.adapters)
+    if case.quantised:
+        quantise_in_place(model, case.quantised)
 
     def rounded(module: Any, args: Any, output: Any) -> Any:
         output.logits = output.logits.float()

@@ -1,0 +1,110 @@
+"""What a quantised model does to activations, by its config: whether a token's result depends on others in its pass.
+
+Weights may be quantised as one likes. Activations that are rounded by a scale, or a choice of columns or of a kernel,
+which the tokens of a pass share depend on which tokens these are, and a step has more of them than plain decoding.
+Activations that are rounded token by token don't; but two passes of other widths differ by rounding, and that can
+become the difference of a whole step of the quantised values.
+"""
+
+from __future__ import annotations
+
+import json
+from enum import Enum
+from typing import Any
+
+
+class Activations(Enum):
+    """How a model's activations are quantised."""
+
+    KEPT = "not"
+    BY_TOKEN = "each token's by itself"
+    TOGETHER = "by what several tokens of a pass have in common"
+    UNKNOWN = "perhaps"
+
+
+# By transformers' name of the method; torchao, compressed-tensors, bitsandbytes and AutoRound go by their settings.
+KNOWN = {
+    Activations.KEPT: {
+        "aqlm", "awq", "eetq", "gguf", "gptq", "higgs", "hqq", "metal", "mxfp4", "quanto", "sinq", "spqr", "vptq",
+    },
+    Activations.BY_TOKEN: {"bitnet", "fbgemm_fp8", "fp8", "gemma", "mxfp8"},
+    Activations.TOGETHER: {"fp_quant", "nvfp4"},
+}  # fmt: skip
+
+
+def quantisation_of(config: Any) -> dict[str, Any] | None:
+    """A model's quantisation config as plain data, with `quant_method`; None where it is not quantised."""
+    quantisation = getattr(config, "quantization_config", None)
+    if quantisation is None and hasattr(config, "get_text_config"):  # of a model that takes images, too
+        quantisation = getattr(config.get_text_config(), "quantization_config", None)
+    if quantisation is None:
+        return None
+    fields = quantisation if isinstance(quantisation, dict) else quantisation.to_dict()
+    plain: dict[str, Any] = json.loads(json.dumps(fields, default=_plain))
+    method = fields.get("quant_method")
+    return plain | {"quant_method": str(getattr(method, "value", method))}
+
+
+def _plain(value: Any) -> Any:
+    return getattr(value, "__dict__", None) or str(value)
+
+
+def activations_of(fields: dict[str, Any]) -> Activations:
+    """How a model of this quantisation config quantises activations.
+
+    Args:
+        fields: what `quantisation_of` gives.
+    """
+    method = fields["quant_method"]
+    if method == "torchao":
+        return _of_torchao(json.dumps(fields))
+    if method == "compressed-tensors":
+        return _of_groups(fields.get("config_groups") or fields.get("quantization_config", {}).get("config_groups"))
+    if method == "bitsandbytes":
+        return Activations.TOGETHER if fields.get("load_in_8bit") else Activations.KEPT
+    if method == "auto-round":
+        return Activations.KEPT if (fields.get("act_bits") or 16) >= 16 else Activations.UNKNOWN
+    return next((kind for kind, methods in KNOWN.items() if method in methods), Activations.UNKNOWN)
+
+
+def _of_torchao(text: str) -> Activations:
+    if "NVFP4" in text or ("DynamicActivation" in text and "PerTensor" in text):
+        return Activations.TOGETHER
+    return Activations.BY_TOKEN if "Activation" in text else Activations.KEPT
+
+
+def _of_groups(groups: Any) -> Activations:
+    """How compressed-tensors quantises activations, by its groups, each of which is for some layers."""
+    if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
+        return Activations.UNKNOWN
+    rounded = [group[key] for group in groups.values() for key in ACTIVATIONS if group.get(key)]
+    if any(each.get("dynamic") is True and each.get("strategy") not in ("token", "group") for each in rounded):
+        return Activations.TOGETHER
+    return Activations.BY_TOKEN if rounded else Activations.KEPT
+
+
+ACTIVATIONS = ("input_activations", "output_activations")
+
+
+def inexact_quantisation(config: Any) -> str | None:
+    """Why a quantised model's tokens may differ from plain decoding's by more than rounding, or None."""
+    fields = quantisation_of(config)
+    kind = Activations.KEPT if fields is None else activations_of(fields)
+    return None if fields is None or kind is Activations.KEPT else _reason(fields["quant_method"], kind)
+
+
+def tokens_share_scales(config: Any) -> str | None:
+    """Why a token's result may depend on which others share its pass, even where all rows are summed alike, or None."""
+    fields = quantisation_of(config)
+    kind = Activations.KEPT if fields is None else activations_of(fields)
+    apart = kind in (Activations.KEPT, Activations.BY_TOKEN)
+    return None if fields is None or apart else _reason(fields["quant_method"], kind)
+
+
+def _reason(method: str, kind: Activations) -> str:
+    if kind is Activations.UNKNOWN:
+        return f"lp does not know whether {method!r} quantises activations"
+    if method == "bitsandbytes":
+        return "bitsandbytes int8 picks its outlier columns over all tokens of a forward pass"
+    remedy = "; exact='bitwise' has no such differences" if kind is Activations.BY_TOKEN else ""
+    return f"{method} quantises activations while it runs, {kind.value}{remedy}"
