@@ -20,7 +20,7 @@ class RoundedCache(DynamicCache):
 
     Args:
         kv_dtype: what the bytes are.
-        options: of DynamicCache.
+        options: further arguments, as DynamicCache takes them.
     """
 
     def __init__(self, kv_dtype: KVDtype, **options: Any) -> None:
