@@ -30,7 +30,9 @@ class RoundedCache(DynamicCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return super().update(self._rounded(key_states), self._rounded(value_states), *args, **kwargs)
+        rounded = self._rounded(key_states), self._rounded(value_states)
+        keys_and_values: tuple[torch.Tensor, torch.Tensor] = super().update(*rounded, *args, **kwargs)
+        return keys_and_values
 
 
 def rounded_to_int8(states_D: torch.Tensor) -> torch.Tensor:

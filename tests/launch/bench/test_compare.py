@@ -112,7 +112,7 @@ def test_a_tie_of_a_coarse_dtype_is_no_less_than_its_rounding(model: LlamaForCau
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
 def test_scores_are_those_of_the_cache(kv_dtype: str) -> None:
-    """Of a quantised one: by the model's own scores a wrong token might be excused, and a near-tie be none."""
+    """By scores over keys and values that are not rounded, a wrong token might be excused, and a near-tie be none."""
     model, prefix = tiny_model(), drawn_text(random.Random(3), 30)
     plain = lp.AutoregressiveDecoder(model, kv_dtype=kv_dtype).generate(prefix, 1, output_logits=True).logits[0]
     found = Prediction.behind(model, prefix, kv_dtype=KVDtype(kv_dtype))
