@@ -143,7 +143,8 @@ def _compare(session: Session[Config], ids: list[int], result: Result) -> None:
         with waiting(f"comparing tokens with decoder={ORACLE}"):
             plain = session.oracle_tokens(ids, tokens, outputs)
             new = {name: output.tokens for name, output in outputs.items()}
-            result.differences = differences(session.loaded.model, ids, new, plain, session.sampling)
+            how = session.sampling, session.config.model.kv_dtype
+            result.differences = differences(session.loaded.model, ids, new, plain, *how)
     result.measured = measured  # last: what Ctrl-C leaves uncompared must not be taken for equal
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from lp.config import KVDtype
+from lp.engine.rounded_cache import RoundedCache
 from lp.models.releases import cache_in, cache_keyword
 from lp.models.rope import rope_boundary
 from lp.sampling.noise import gumbel
@@ -61,6 +63,7 @@ def differences(
     tokens: Mapping[str, list[int]],
     plain: list[int],
     sampling: SamplingParams | None = None,
+    kv_dtype: str = KVDtype.AUTO,
 ) -> list[Difference]:
     """Compare every method's tokens with plain decoding's.
 
@@ -71,11 +74,13 @@ def differences(
         plain: new tokens of the oracle, `lp.AutoregressiveDecoder`.
         sampling: how all of them were sampled; None is greedy. Rejection sampling promises equal distributions, not
             equal tokens, so nothing counts as a difference.
+        kv_dtype: what the caches of all of them held keys and values as.
     """
     if sampling is not None and sampling.verifier is Verifier.REJECTION:
         return []
     found = ((name, first_difference(new, plain)) for name, new in tokens.items())
-    return [_describe(model, prompt, name, tokens[name], plain, at, sampling) for name, at in found if at is not None]
+    how = sampling, KVDtype.of(kv_dtype)
+    return [_describe(model, prompt, name, tokens[name], plain, at, *how) for name, at in found if at is not None]
 
 
 def _describe(
@@ -86,8 +91,9 @@ def _describe(
     plain: list[int],
     at: int,
     sampling: SamplingParams | None,
+    kv_dtype: KVDtype,
 ) -> Difference:
-    prediction = Prediction.behind(model, [*prompt, *plain[:at]], sampling)
+    prediction = Prediction.behind(model, [*prompt, *plain[:at]], sampling, kv_dtype)
     token, plain_token = (tokens[at] if at < len(tokens) else None for tokens in (new, plain))
     return Difference(
         method=method,
@@ -119,13 +125,19 @@ class Prediction:
 
     @classmethod
     @torch.inference_mode()
-    def behind(cls, model: Any, prefix: Sequence[int], sampling: SamplingParams | None = None) -> Prediction:
+    def behind(
+        cls,
+        model: Any,
+        prefix: Sequence[int],
+        sampling: SamplingParams | None = None,
+        kv_dtype: KVDtype = KVDtype.AUTO,
+    ) -> Prediction:
         """Forward the prefix at once, and in two passes for each of WIDTHS, to learn what rounding does."""
         ids = torch.tensor([list(prefix)], device=model.device)  # (1, L)
-        logits = model(ids, use_cache=False, logits_to_keep=1).logits[0, -1].double().cpu()
+        logits = model(ids, logits_to_keep=1, **_cached(model, kv_dtype)).logits[0, -1].double().cpu()
         off = torch.finfo(model.dtype).eps * max(float(logits.abs().max()), 1.0)
         for width in _comparable(model, len(prefix)):
-            off = max(off, float((_in_two_passes(model, ids, width) - logits).abs().max()))
+            off = max(off, float((_in_two_passes(model, ids, width, kv_dtype) - logits).abs().max()))
         return cls(prefix=list(prefix), logits=logits, near_tie=MARGIN * off, sampling=sampling)
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
@@ -174,11 +186,19 @@ def _comparable(model: Any, length: int) -> list[int]:
     return [width for width in WIDTHS if length - width >= least]
 
 
-def _in_two_passes(model: Any, ids: torch.Tensor, width: int) -> torch.Tensor:
+def _cached(model: Any, kv_dtype: KVDtype) -> dict[str, Any]:
+    """Arguments of a first pass, whose keys and values are rounded as a cache would round them."""
+    if kv_dtype is KVDtype.AUTO:
+        return {"use_cache": False}
+    return {"use_cache": True, cache_keyword(model): RoundedCache(kv_dtype, config=model.config)}
+
+
+def _in_two_passes(model: Any, ids: torch.Tensor, width: int, kv_dtype: KVDtype) -> torch.Tensor:
     """The logits (V,) behind a prefix (1, L), of which a second pass computes the last `width` tokens."""
     # Given, as `generate` gives them: Bamba alone would count those of the second pass from 0.
     positions = torch.arange(ids.shape[1], device=ids.device)[None]
-    first = model(ids[:, :-width], position_ids=positions[:, :-width], use_cache=True, logits_to_keep=1)
+    given = _cached(model, kv_dtype) | {"use_cache": True}
+    first = model(ids[:, :-width], position_ids=positions[:, :-width], logits_to_keep=1, **given)
     cache = {cache_keyword(model): cache_in(first)}
     second = model(ids[:, -width:], position_ids=positions[:, -width:], use_cache=True, logits_to_keep=1, **cache)
     logits: torch.Tensor = second.logits[0, -1].double().cpu()

@@ -106,7 +106,7 @@ class Bench(Session[BenchmarkConfig]):
             outputs = {name: result.output for name, result in measured.items()}
             plain = self.oracle_tokens(ids, self.config.max_new_tokens, outputs)
             new = {name: output.tokens for name, output in outputs.items()}
-            return differences(self.loaded.model, ids, new, plain, self.sampling)
+            return differences(self.loaded.model, ids, new, plain, self.sampling, self.config.model.kv_dtype)
 
         return compare() if self.context.replica.size > 1 else on_main(self.context, compare)
 

@@ -122,7 +122,7 @@ class Generation:
         self.trees = self.message_shape.room(context.steps.size)
         self.union = UnionTree(context.steps.size, budget.step_tokens)
         bitwise = bool(runner.widths)
-        self.rounding = 0.0 if context.alone or bitwise else logit_rounding(runner.model)
+        self.rounding = 0.0 if context.alone or bitwise else logit_rounding(runner.model, runner.kv_dtype)
         self.cache = cache
         self.catch_up: list[int] = []  # accepted tokens whose KV this rank lacks
         self.catch_up_counts = np.zeros(context.steps.size, np.int64)  # how many every rank lacks

@@ -20,7 +20,7 @@ class RoundedCache(DynamicCache):
 
     Args:
         kv_dtype: what the bytes are.
-        options: of DynamicCache.
+        options: further arguments, as DynamicCache takes them.
     """
 
     def __init__(self, kv_dtype: KVDtype, **options: Any) -> None:
@@ -30,7 +30,9 @@ class RoundedCache(DynamicCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return super().update(self._rounded(key_states), self._rounded(value_states), *args, **kwargs)
+        rounded = self._rounded(key_states), self._rounded(value_states)
+        keys_and_values: tuple[torch.Tensor, torch.Tensor] = super().update(*rounded, *args, **kwargs)
+        return keys_and_values
 
 
 def rounded_to_int8(states_D: torch.Tensor) -> torch.Tensor:

@@ -6,8 +6,8 @@ token is computed; what is read of it is the same for every pass, that of the to
 
     scale = max |x| / LARGEST        number = round(x / scale)        read: number x scale
 
-The scale is float32 whatever the model's dtype: float16 has no room for the quotient of a small key, and bfloat16
-would round it by more than int8 rounds the numbers. It costs 4 bytes a row.
+The scale is float32 whatever the model's dtype: float16 has no room for the quotient of a small key, and rounded to
+bfloat16 it would cut off the largest number of a row, or lose a step. It costs 4 bytes a row.
 
 D: head dimension.
 """

@@ -12,6 +12,7 @@ import torch
 import transformers as tf
 
 from lp.attention.masks import layer_kinds, named_kinds
+from lp.config import KVDtype
 from lp.errors import UserError
 from lp.models.quantisation import inexact_quantisation
 from lp.models.recurrent_layers import LAYERS, MODEL_TYPES, RECURRENT_KINDS, TRANSFORMERS_KEEPS_STATES
@@ -23,6 +24,8 @@ RECURRENT = {"rwkv", "xlstm"}
 MAMBA_1 = {"mamba", "falcon_mamba", "jamba", "zamba"}
 # Of float32 products, by torch.get_float32_matmul_precision(): float32's own, TF32's, bfloat16's.
 FLOAT32_PRECISION = {"highest": 2.0**-23, "high": 2.0**-10, "medium": 2.0**-7}
+# Of quantised keys and values: the step between two numbers, of the largest in a row, or of the number itself.
+KV_PRECISION = {KVDtype.AUTO: 0.0, KVDtype.INT8: 2.0**-7, KVDtype.FP8: torch.finfo(torch.float8_e4m3fn).eps}
 
 
 def check_supported(config: Any) -> None:
@@ -94,7 +97,7 @@ def check_adapter(model: Any) -> None:
         )
 
 
-def logit_rounding(model: Any) -> float:
+def logit_rounding(model: Any, kv_dtype: KVDtype = KVDtype.AUTO) -> float:
     """Share of the largest logit by which a token's logits may differ with the tokens beside it, and no more.
 
     It is the root of the precision that the model computes in, half of the digits: kernels for other numbers of tokens
@@ -102,7 +105,11 @@ def logit_rounding(model: Any) -> float:
     float32, 0.001 in float16 and 0.01 in bfloat16, where these are 3e-4, 0.03 and 0.09. Transformers' norms and softmax
     compute in float32 at most. The router of a mixture of experts may take either of two experts that are as good, so
     that bfloat16's precision is the most to ask. Quantised activations that depend on the tokens beside them have no
-    bound.
+    bound. A key that lies between two numbers of a quantised cache may be stored as either.
+
+    Args:
+        model: a causal LM.
+        kv_dtype: what its cache holds keys and values as.
     """
     if inexact_quantisation(model.config):
         return math.inf
@@ -112,6 +119,7 @@ def logit_rounding(model: Any) -> float:
         precision = float32_precision()
     if any("expert" in name for name in vars(model.config.get_text_config()) if not name.startswith("_")):
         precision = max(precision, torch.finfo(torch.bfloat16).eps)
+    precision = max(precision, KV_PRECISION[kv_dtype])
     return math.sqrt(precision)
 
 

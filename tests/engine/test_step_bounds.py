@@ -10,6 +10,7 @@ import torch
 
 import lp
 from lp.budget.step_times import StepTimes
+from lp.config import KVDtype
 from lp.draft.pool.factory import PoolFactory
 from lp.draft.pool.ngram_pool import NGramPool
 from lp.draft.source import DraftSource
@@ -119,6 +120,8 @@ def test_rounding_follows_the_models_precision() -> None:
     mixed = tiny_model(dtype=torch.bfloat16)
     mixed.get_input_embeddings().float()
     assert logit_rounding(mixed) == 2**-3.5
+    rounded = [logit_rounding(tiny_model(), KVDtype(kv_dtype)) for kv_dtype in ("int8", "fp8")]
+    assert rounded == [2**-3.5, 2**-1.5]  # a key between two numbers may be stored as either
 
 
 @pytest.mark.parametrize(("precision", "rounding"), [("high", 2**-5), ("medium", 2**-3.5)])

@@ -117,6 +117,14 @@ def test_slots_are_moved_and_never_made_again(kv_dtype: str, cases: Callable[[in
         assert second.first_slot == 0 and torch.equal(second.first(second.length)[0], expected)
 
 
+def test_kernels_get_no_rows() -> None:
+    """One that writes keys and values to slots by itself would write them to a tensor that nobody keeps."""
+    for kv_dtype, held in (("auto", True), *((kind, False) for kind in KINDS)):
+        cache = StaticKVCache(1, 8, kv_dtype=KVDtype(kv_dtype))
+        cache.layers[0].update(drawn(1, 2, 3, 4), drawn(1, 2, 3, 4))
+        assert (cache.whole(0) is not None) == held
+
+
 @pytest.mark.parametrize("kv_dtype", KINDS)
 def test_bytes(kv_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One a number and four a row, in buffers, in pools and in what is said of a device that is full."""

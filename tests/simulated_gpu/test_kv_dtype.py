@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import lp
+from lp.attention.flash_cuda import TRITON
 from lp.models import captured_forests
 from tests.support.rounded_kv import KINDS, rounded_greedy
 from tests.support.simulated_cuda.counts import CONFIG, NEW
@@ -59,8 +60,8 @@ def test_captured_steps_of_several_texts(arch: str, kv_dtype: str, gpu: Simulate
 def test_large_pools_are_read_text_by_text(gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """To make numbers of all slots of a pool in every layer takes longer than a step that is not captured."""
     monkeypatch.setattr(captured_forests, "MASKED_SLOTS", 512)
-    model = copy.deepcopy(tiny_model()).to("cuda")
-    for kv_dtype, slots, shared in (("int8", 512, True), ("int8", 513, False)):
+    model = copy.deepcopy(tiny_model(dtype=torch.float32)).to("cuda")
+    for kv_dtype, slots, shared in (("int8", 512, True), ("int8", 513, False), ("auto", 513, TRITON)):
         decoder = lp.LookaheadDecoder(model, CONFIG, capture="graph", kv_dtype=kv_dtype)
         with lp.Engine(decoder, max_sequences=2, cache_tokens=slots) as engine:
             assert (engine._core._shared is not None) == shared

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import lp
 from launch.bench.alternation import alternate
 from launch.bench.compare import MARGIN, WIDTHS, Prediction, differences, first_difference
+from lp.config import KVDtype
 from lp.engine.interrupts import Interrupted
 from lp.engine.output import GenerationOutput
 from tests.support.tiny_models import BOUNDARY, drawn_text, tiny_model
@@ -107,6 +108,16 @@ def test_a_tie_of_a_coarse_dtype_is_no_less_than_its_rounding(model: LlamaForCau
     """All passes may round a logit alike, and another kernel the other way."""
     prediction = Prediction.behind(model.bfloat16(), [1, 2])
     assert prediction.near_tie >= MARGIN * 2**-7 * float(prediction.logits.abs().max())
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_scores_are_those_of_the_cache(kv_dtype: str) -> None:
+    """By scores over keys and values that are not rounded, a wrong token might be excused, and a near-tie be none."""
+    model, prefix = tiny_model(), drawn_text(random.Random(3), 30)
+    plain = lp.AutoregressiveDecoder(model, kv_dtype=kv_dtype).generate(prefix, 1, output_logits=True).logits[0]
+    found = Prediction.behind(model, prefix, kv_dtype=KVDtype(kv_dtype))
+    assert (found.logits - plain).abs().max() < 1e-9 and found.near_tie < 1e-5
+    assert (Prediction.behind(model, prefix).logits - plain).abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("arch", ["bamba", "llama_dynamic", "llama_longrope"])
