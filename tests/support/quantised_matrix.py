@@ -105,7 +105,7 @@ def divided_verdict(name: str) -> str:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Without warnings, and without torch.compile, which BitNet's layers call."""
+    """Show no warnings within the block, and compile nothing, as BitNet's layers would."""
     stance: Any = torch.compiler.set_stance("force_eager") if hasattr(torch.compiler, "set_stance") else None
     with warnings.catch_warnings(), stance or contextlib.nullcontext():
         warnings.simplefilter("ignore")
