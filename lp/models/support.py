@@ -104,7 +104,7 @@ def logit_rounding(model: Any) -> float:
     that bfloat16's precision is the most to ask. Quantised activations that depend on the tokens beside them have no
     bound.
     """
-    if inexact_quantisation(model.config):
+    if inexact_quantisation(model):
         return math.inf
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     precision = max(torch.finfo(dtype).eps for dtype in (*dtypes, torch.float32))
