@@ -103,7 +103,7 @@ def test_a_model_that_was_quantised_in_memory() -> None:
         (dynamic(granularity=by_tensor), TOGETHER, TOGETHER),
     ]
     for config, *reasons in expected:
-        model = tiny_model("llama", dtype=torch.float32)
+        model = tiny_model("llama", dtype=torch.float32, intermediate_size=64)
         quantization.quantize_(model, config)
         for found, reason in zip((inexact_quantisation(model), tokens_share_scales(model)), reasons, strict=True):
             assert reason in found if reason and found else (found is None and not reason)
