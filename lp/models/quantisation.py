@@ -99,7 +99,7 @@ def tokens_share_scales(model: Any) -> str | None:
 
 
 def _quantised(model: Any) -> tuple[str, Activations]:
-    """By what a model is quantised, and how its activations are: torchao's weights know it where no config does."""
+    """The method that quantised a model, and how its activations are: torchao's weights say it where no config does."""
     if fields := quantisation_of(model.config):
         return fields["quant_method"], activations_of(fields)
     rounded = [str(each) for each in map(_rounding, model.parameters()) if each is not None]
