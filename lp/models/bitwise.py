@@ -84,7 +84,7 @@ def _obstacle(model: PreTrainedModel, attention: str, capture: Capture) -> str |
         return "the model lies on more than one device"
     if replica_of(model).size > 1 and model.device.type != "cpu":
         return f"the model is divided among ranks (parallel.tp) on {model.device.type!r}, where this has not been tried"
-    if reason := tokens_share_scales(model.config):
+    if reason := tokens_share_scales(model):
         return reason
     return experts_obstacle(model)
 

@@ -1,4 +1,4 @@
-"""What a quantised model does to activations, by its config: whether a token's result depends on others in its pass.
+"""What a quantised model does to activations: whether a token's result depends on others in its pass.
 
 Weights may be quantised as one likes. Activations that are rounded by a scale, or a choice of columns or of a kernel,
 which the tokens of a pass share depend on which tokens these are, and a step has more of them than plain decoding.
@@ -86,19 +86,31 @@ def _of_groups(groups: Any) -> Activations:
 ACTIVATIONS = ("input_activations", "output_activations")
 
 
-def inexact_quantisation(config: Any) -> str | None:
+def inexact_quantisation(model: Any) -> str | None:
     """Why a quantised model's tokens may differ from plain decoding's by more than rounding, or None."""
-    fields = quantisation_of(config)
-    kind = Activations.KEPT if fields is None else activations_of(fields)
-    return None if fields is None or kind is Activations.KEPT else _reason(fields["quant_method"], kind)
+    method, kind = _quantised(model)
+    return None if kind is Activations.KEPT else _reason(method, kind)
 
 
-def tokens_share_scales(config: Any) -> str | None:
+def tokens_share_scales(model: Any) -> str | None:
     """Why a token's result may depend on which others share its pass, even where all rows are summed alike, or None."""
-    fields = quantisation_of(config)
-    kind = Activations.KEPT if fields is None else activations_of(fields)
-    apart = kind in (Activations.KEPT, Activations.BY_TOKEN)
-    return None if fields is None or apart else _reason(fields["quant_method"], kind)
+    method, kind = _quantised(model)
+    return None if kind in (Activations.KEPT, Activations.BY_TOKEN) else _reason(method, kind)
+
+
+def _quantised(model: Any) -> tuple[str, Activations]:
+    """The method that quantised a model, and how its activations are: torchao's weights say it where no config does."""
+    if fields := quantisation_of(model.config):
+        return fields["quant_method"], activations_of(fields)
+    rounded = [str(each) for each in map(_rounding, model.parameters()) if each is not None]
+    if any("PerTensor" in each for each in rounded):
+        return "torchao", Activations.TOGETHER
+    return "torchao", Activations.BY_TOKEN if rounded else Activations.KEPT
+
+
+def _rounding(weight: Any) -> Any:
+    """How one of torchao's weights quantises what it is multiplied with; None: not at all, as others."""
+    return getattr(weight, "act_quant_kwargs", None) or getattr(weight, "activation_quantization", None)
 
 
 def _reason(method: str, kind: Activations) -> str:

@@ -154,7 +154,7 @@ class ModelRunner:
         self.original = model
         self.model = self._view.model
         self.config = self.model.config.get_text_config()
-        inexact = None if same_bits else inexact_quantisation(model.config)  # bitwise refuses
+        inexact = None if same_bits else inexact_quantisation(model)  # bitwise refuses
         self.exact = inexact is None
         if inexact and probe:
             warnings.warn(f"tokens may differ from plain decoding's: {inexact}", stacklevel=2)

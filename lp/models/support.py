@@ -111,7 +111,7 @@ def logit_rounding(model: Any, kv_dtype: KVDtype = KVDtype.AUTO) -> float:
         model: a causal LM.
         kv_dtype: what its cache holds keys and values as.
     """
-    if inexact_quantisation(model.config):
+    if inexact_quantisation(model):
         return math.inf
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     precision = max(torch.finfo(dtype).eps for dtype in (*dtypes, torch.float32))

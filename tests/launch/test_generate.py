@@ -136,7 +136,7 @@ def test_a_model_that_is_not_exact_is_labelled(generate: Callable[..., Ran], mon
     label = "activations are quantised, so tokens may differ"
     short = ("max_new_tokens=4", "limit=1")
     assert label not in generate(*short).out
-    monkeypatch.setattr("lp.models.runner.inexact_quantisation", lambda config: "it rounds")
+    monkeypatch.setattr("lp.models.runner.inexact_quantisation", lambda model: "it rounds")
     assert label in generate(*short).out
     assert json.loads(generate(*short, "output=json").out)["exact"] is False
 

@@ -212,7 +212,7 @@ def test_a_kernel_that_is_wrong_in_the_models_dtype_alone(monkeypatch: pytest.Mo
 
 def test_a_noisy_arithmetic_is_judged_by_its_own_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     """Noise of 8-bit activations hides a fault of one node, and may not refuse the model; a wrong mask still shows."""
-    monkeypatch.setattr("lp.models.runner.inexact_quantisation", lambda config: "simulated")
+    monkeypatch.setattr("lp.models.runner.inexact_quantisation", lambda model: "simulated")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         runner = ModelRunner(tiny_model(dtype=torch.bfloat16))

@@ -76,17 +76,37 @@ def test_which_quantisation_is_exact(kind: str) -> None:
     that nobody here knows be called exact without a word.
     """
     fields, reason, shared = SETTINGS[kind]
-    config = SimpleNamespace(quantization_config=fields)
-    found = inexact_quantisation(config)
+    model = SimpleNamespace(config=SimpleNamespace(quantization_config=fields))
+    found = inexact_quantisation(model)
     assert re.search(reason, found or "") if reason else found is None
-    assert (tokens_share_scales(config) is not None) == shared
+    assert (tokens_share_scales(model) is not None) == shared
 
 
 def test_a_known_object_as_quantisation_config() -> None:
     """A loaded model holds its quantisation config as an object, with enums in it."""
-    eight = SimpleNamespace(quantization_config=tf.BitsAndBytesConfig(load_in_8bit=True))
+    eight, four = (
+        SimpleNamespace(config=SimpleNamespace(quantization_config=quantisation))
+        for quantisation in (tf.BitsAndBytesConfig(load_in_8bit=True), tf.GPTQConfig(bits=4))
+    )
     assert "outlier columns" in (inexact_quantisation(eight) or "")
-    assert inexact_quantisation(SimpleNamespace(quantization_config=tf.GPTQConfig(bits=4))) is None
+    assert inexact_quantisation(four) is None
+
+
+def test_a_model_that_was_quantised_in_memory() -> None:
+    """Its config says nothing, and it passed for exact without a word."""
+    quantization = pytest.importorskip("torchao.quantization")
+    dynamic, by_tensor = quantization.Int8DynamicActivationInt8WeightConfig, quantization.granularity.PerTensor()
+    expected = [
+        (quantization.Int8WeightOnlyConfig(), "", ""),
+        (dynamic(), BY_TOKEN, ""),
+        (quantization.Int8DynamicActivationIntxWeightConfig(), BY_TOKEN, ""),
+        (dynamic(granularity=by_tensor), TOGETHER, TOGETHER),
+    ]
+    for config, *reasons in expected:
+        model = tiny_model("llama", dtype=torch.float32, intermediate_size=64)
+        quantization.quantize_(model, config)
+        for found, reason in zip((inexact_quantisation(model), tokens_share_scales(model)), reasons, strict=True):
+            assert reason in found if reason and found else (found is None and not reason)
 
 
 @pytest.mark.subset(8)

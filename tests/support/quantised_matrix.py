@@ -68,9 +68,9 @@ def verdict(name: str) -> str:
             shape = lp.LookaheadConfig(
                 window_size=rng.randint(0, 8), ngram_size=rng.randint(2, 5), guess_set_size=rng.randint(1, 8)
             )
-            if reason := tokens_share_scales(model.config):
+            if reason := tokens_share_scales(model):
                 return f"refused by exact=bitwise, else with a warning: {reason}"
-            exact_by_rows = inexact_quantisation(model.config) is not None
+            exact_by_rows = inexact_quantisation(model) is not None
             mode = "bitwise" if exact_by_rows or model.dtype not in PRECISE else "auto"
             plain: Any = lp.PlainDecoder(model, exact=mode) if mode == "bitwise" else lp.AutoregressiveDecoder(model)
             expected = plain.generate(ids, NEW).tokens if mode == "bitwise" else plain_greedy(model, ids, NEW)
@@ -105,7 +105,7 @@ def divided_verdict(name: str) -> str:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Without warnings, and without torch.compile, which BitNet's layers call."""
+    """Show no warnings within the block, and compile nothing, as BitNet's layers would."""
     stance: Any = torch.compiler.set_stance("force_eager") if hasattr(torch.compiler, "set_stance") else None
     with warnings.catch_warnings(), stance or contextlib.nullcontext():
         warnings.simplefilter("ignore")
