@@ -23,12 +23,13 @@ from transformers.integrations.peft import MIN_PEFT_VERSION
 import lp
 from lp.attention.flash import SHORT
 from lp.models.adapters import check_text_adapter
+from lp.models.prompt_images import EXACT_WITH_VIDEOS
 from lp.models.recurrent_layers import MODEL_TYPES
 from lp.models.support import check_supported
 from lp.models.tensor_parallel import STYLES
 from lp.optional import is_installed
 from tests.support.adapted import NAMES, add_adapters, linear_layers
-from tests.support.image_models import IMAGE_MODELS, image_prompt
+from tests.support.image_models import IMAGE_MODELS, image_prompt, video_prompt
 from tests.support.image_models import VOCABULARY as IMAGE_VOCABULARY
 from tests.support.pools import drawn_switches
 from tests.support.processors import Alternating
@@ -86,6 +87,7 @@ class Case:
         history: seed of the texts that a history has from the start; those that end join it; 0 for no history.
         images: number of images in the prompt, which `image_prompt` draws with `model_seed`; then `arch` is one of
             IMAGE_MODELS. 0 for none.
+        video: whether there is a video behind the images, which may be none then.
         adapters: seed of LoRA adapters, of which the text chooses one, and others in its company any; 0 for none.
         kv_dtype: what caches hold keys and values as: "int8" or "fp8"; "" for the model's dtype.
         quantised: how torchao quantises the weights of linear layers, one of IN_PLACE; "" for not at all.
@@ -124,6 +126,7 @@ class Case:
     corpora: int = 0
     history: int = 0
     images: int = 0
+    video: bool = False
     adapters: int = 0
     kv_dtype: str = ""
     quantised: str = ""
@@ -262,7 +265,15 @@ def _fitting(case: Case, rng: random.Random) -> Case:
 
 def takes_adapters(case: Case) -> bool:
     """Whether texts of a case may choose LoRA adapters."""
-    never = case.images or case.bitwise or case.gpu or case.server >= 0 or case.tp > 1 or kind(case.arch) == "shifting"
+    never = (
+        case.images
+        or case.video
+        or case.bitwise
+        or case.gpu
+        or case.server >= 0
+        or case.tp > 1
+        or kind(case.arch) == "shifting"
+    )
     return not never and _has_linear_layers(case.arch)
 
 
@@ -296,9 +307,14 @@ def _with_images(case: Case, rng: random.Random) -> Case:
     """The case with a prompt that has images, for a model that takes them."""
     arch = rng.choice(IMAGE_MODELS)
     images = rng.randint(1, 3)
-    prompt = image_prompt(arch, case.model_seed, images, words=rng.choice([1, 3, 12]))
+    words = rng.choice([1, 3, 12])
+    prompt = image_prompt(arch, case.model_seed, images, words=words)
+    video = arch in EXACT_WITH_VIDEOS and rng.random() < 0.5
+    if video:
+        images = rng.randint(0, 2)
+        prompt = video_prompt(arch, case.model_seed, images, words)
     return replace(
-        case, arch=arch, images=images, ids=prompt["input_ids"][0].tolist(), overrides={"vocab_size": IMAGE_VOCABULARY},
+        case, arch=arch, images=images, video=video, ids=prompt["input_ids"][0].tolist(), overrides={"vocab_size": IMAGE_VOCABULARY},
         sharpness=3.0, recency=0.0, backend="auto", tp=1, gpu="", server=-1, bitwise="", turns=1,
         eos=[token for token in case.eos if token < IMAGE_VOCABULARY] or ([0] if case.grammar else []),
     )  # fmt: skip
@@ -456,7 +472,7 @@ FEATURES: dict[str, Callable[[Case], bool]] = {
     "bitwise": lambda case: bool(case.bitwise),
     "corpora": lambda case: bool(case.corpora),
     "history": lambda case: bool(case.history),
-    "images": lambda case: bool(case.images),
+    "images": lambda case: bool(case.images or case.video),
     "adapters": lambda case: bool(case.adapters),
     "kv_dtype": lambda case: bool(case.kv_dtype),
     "quantised": lambda case: bool(case.quantised),

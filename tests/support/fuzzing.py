@@ -26,7 +26,7 @@ from tests.support.adapted import NAMES, add_adapters
 from tests.support.captured import captured_runner
 from tests.support.corpora import corpus_of
 from tests.support.drawn_cases import PEERS, PROCESSORS, Case
-from tests.support.image_models import IMAGE, image_model, image_prompt
+from tests.support.image_models import IMAGE, VIDEO, image_model, image_prompt, video_prompt
 from tests.support.pools import drawn_step_times
 from tests.support.processors import Noise, SumCriterion
 from tests.support.quantised import quantise_in_place
@@ -78,7 +78,7 @@ def _model(case: Case) -> PreTrainedModel:
     """The case's model; its logits are rounded to float32, as `generate` does before processors, or ties would part."""
     dtype = getattr(torch, case.bitwise or "float64")
     sizes: dict[str, Any] = {"sharpness": case.sharpness, "recency": case.recency, **case.overrides}
-    if case.images:
+    if case.images or case.video:
         model = image_model(case.arch, case.model_seed)
     else:
         model = tiny_model(case.arch, case.model_seed, dtype, **sizes)
@@ -101,19 +101,27 @@ def _vocabulary(case: Case) -> int:
 
 def _images(case: Case) -> dict[str, Any]:
     """What a processor gives besides the tokens of the case's prompt; empty without images."""
-    if not case.images:
+    if not (case.images or case.video):
         return {}
-    whole = image_prompt(case.arch, case.model_seed, case.images)
-    types = {name: (torch.tensor([case.ids]) == IMAGE).long() for name in whole if name.endswith("token_type_ids")}
+    whole = _processed(case)
+    ids = torch.tensor([case.ids])
+    kinds = (ids == IMAGE).long() + (2 * (ids == VIDEO).long() if case.video else 0)
+    types = {name: kinds for name in whole if name.endswith("token_type_ids")}
     return {name: value for name, value in whole.items() if name not in ("input_ids", "attention_mask")} | types
+
+
+def _processed(case: Case) -> dict[str, Any]:
+    """What a processor gives for the case's images and video, with words between them that are not the case's."""
+    return (video_prompt if case.video else image_prompt)(case.arch, case.model_seed, case.images)
 
 
 def _holds_images(case: Case) -> bool:
     """Whether the prompt has a place for all that the images are; not where one was made shorter."""
-    if not case.images:
+    if not (case.images or case.video):
         return True
-    whole = image_prompt(case.arch, case.model_seed, case.images)["input_ids"]
-    return case.ids.count(IMAGE) == int((whole == IMAGE).sum()) and case.ids[-1] != IMAGE
+    whole = _processed(case)["input_ids"]
+    places = (IMAGE, VIDEO) if case.video else (IMAGE,)
+    return all(case.ids.count(place) == int((whole == place).sum()) for place in places) and case.ids[-1] not in places
 
 
 def _sampling(case: Case) -> lp.SamplingParams | None:
