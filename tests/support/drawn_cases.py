@@ -265,15 +265,8 @@ def _fitting(case: Case, rng: random.Random) -> Case:
 
 def takes_adapters(case: Case) -> bool:
     """Whether texts of a case may choose LoRA adapters."""
-    never = (
-        case.images
-        or case.video
-        or case.bitwise
-        or case.gpu
-        or case.server >= 0
-        or case.tp > 1
-        or kind(case.arch) == "shifting"
-    )
+    images = case.images or case.video
+    never = images or case.bitwise or case.gpu or case.server >= 0 or case.tp > 1 or kind(case.arch) == "shifting"
     return not never and _has_linear_layers(case.arch)
 
 
@@ -314,7 +307,8 @@ def _with_images(case: Case, rng: random.Random) -> Case:
         images = rng.randint(0, 2)
         prompt = video_prompt(arch, case.model_seed, images, words)
     return replace(
-        case, arch=arch, images=images, video=video, ids=prompt["input_ids"][0].tolist(), overrides={"vocab_size": IMAGE_VOCABULARY},
+        case, arch=arch, images=images, video=video, ids=prompt["input_ids"][0].tolist(),
+        overrides={"vocab_size": IMAGE_VOCABULARY},
         sharpness=3.0, recency=0.0, backend="auto", tp=1, gpu="", server=-1, bitwise="", turns=1,
         eos=[token for token in case.eos if token < IMAGE_VOCABULARY] or ([0] if case.grammar else []),
     )  # fmt: skip
