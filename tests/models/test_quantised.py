@@ -263,7 +263,7 @@ def test_int4_of_torchao_is_divided_as_torchao_slices_it(dimension: int) -> None
 REFUSED = {
     "gptq": ({"quant_method": "gptq", "bits": 4}, "gptq, which lp can't read by parts; it can .*torchao and comp"),
     "fp8": ({"quant_method": "fp8"}, "fp8, which quantises activations too, which a rank would round by"),
-    "unknown": ({"quant_method": "int3_dreams"}, "int3_dreams, which quantises activations too"),
+    "unknown": ({"quant_method": "int3_dreams"}, "int3_dreams, which may quantise activations too, as far as lp knows"),
 }
 
 
