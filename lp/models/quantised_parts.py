@@ -230,6 +230,8 @@ class CompressedTensors:
                 continue
             own = part and part_of_stored(name, shape, part, _sizes(values), each in self.SCALES)
             tensors[each] = _of(values, own)
+            if each in self.SCALES and tensors[each].is_floating_point():  # before they are used, as transformers does
+                tensors[each] = tensors[each].to(dtype)
         compressor = BaseCompressor.get_value_from_registry(scheme.format or self._config.format)
         expanded: torch.Tensor = compressor.decompress(tensors, scheme)["weight"].to(dtype)
         return expanded
