@@ -7,16 +7,16 @@ import json
 import resource
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import lp
 from lp.checks import as_float, check_int
 from lp.commands import install_command
+from lp.config import KVDtype
 from lp.engine.engine import MOST_SEQUENCES
 from lp.engine.inputs import eos_ids
 from lp.engine.journal import model_name, resumable
@@ -222,7 +222,7 @@ def open_engine(config: AnsweringConfig, settings: Settings, owners: Sequence[st
         settings=settings,
         engine=engine,
         grammars=Grammars(loaded.tokenizer, vocabulary_size(loaded.model)),
-        journal_model=resumed_model(loaded, context, decoder.checkpoint().says) if config.journal else None,
+        journal_model=resumed_model(loaded, decoder) if config.journal else None,
         images=images,
     )
 
@@ -267,16 +267,17 @@ def follow(opened: Opened) -> None:
         raise loop.failure
 
 
-def resumed_model(
-    loaded: Loaded, context: lp.ParallelContext, said: Mapping[str, Any] = MappingProxyType({})
-) -> str | None:
+def resumed_model(loaded: Loaded, decoder: StepDecoder) -> str | None:
     """What texts depend on besides their requests, alike on all ranks; None where they can't go on behind tokens."""
+    context, said = decoder.context, decoder.checkpoint().says
     if not resumable(loaded.model):
         if context.is_main:
             print("journal: texts of this model can't go on behind known tokens; seeds are kept", file=sys.stderr)
         return None
     named = [model_name(loaded.model, context), sorted(eos_ids(loaded.model, None))]
-    return json.dumps([*named, repr(said)] if said else named)
+    named += [repr(said)] if said else []
+    named += [str(decoder.kv_dtype)] if decoder.kv_dtype is not KVDtype.AUTO else []
+    return json.dumps(named)
 
 
 def unfinished_requests(config: AnsweringConfig, model: str | None) -> UnfinishedRequests:

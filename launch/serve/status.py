@@ -92,7 +92,7 @@ def status_routes(served: Served) -> APIRouter:
             "plain_tokens_per_s": 1 / times.plain_s if times else None,
             "ranks": served.loop.context.world_size,
             "exact": served.loop.decoder.exact,
-            "kv_dtype": served.loop.decoder.runner.kv_dtype,
+            "kv_dtype": served.loop.decoder.kv_dtype,
         }
 
     @router.get("/docs", include_in_schema=False)

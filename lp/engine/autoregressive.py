@@ -44,7 +44,12 @@ class AutoregressiveDecoder(Decoder):
         self, model: PreTrainedModel, context: ParallelContext | None = None, kv_dtype: str = KVDtype.AUTO
     ) -> None:
         super().__init__(model, context)
-        self.kv_dtype = KVDtype.of(kv_dtype)
+        self._kv_dtype = KVDtype.of(kv_dtype)
+
+    @property
+    def kv_dtype(self) -> KVDtype:
+        """What its caches hold keys and values as."""
+        return self._kv_dtype
 
     def _cache(self) -> DynamicCache:
         """An empty cache."""

@@ -14,7 +14,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
 
 from lp.checks import check_callback, check_int, check_kind, flat_list
-from lp.config import Exact
+from lp.config import Exact, KVDtype
 from lp.engine.inputs import (
     Eos,
     Prompt,
@@ -320,6 +320,11 @@ class Decoder:
     def exact(self) -> Exact:
         """The mode that its texts are made in."""
         return Exact.TOKENS
+
+    @property
+    def kv_dtype(self) -> KVDtype:
+        """What its caches hold keys and values as."""
+        return KVDtype.AUTO
 
     @property
     def takes_adapters(self) -> bool:

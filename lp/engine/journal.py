@@ -28,6 +28,7 @@ from weakref import WeakKeyDictionary
 from transformers import PreTrainedModel
 
 from lp.checks import check_callback, check_int
+from lp.config import KVDtype
 from lp.digest import text_digest
 from lp.engine.batch import OnBatchTokens, calls_of_batch, generate_together
 from lp.engine.decoder import Decoder
@@ -231,6 +232,8 @@ class Journal:
         options = {key: call[key] for key in call if key not in NAMED}
         if said := checkpoint.said(sampling):
             options["generation_config"] = said
+        if decoder.kv_dtype is not KVDtype.AUTO:
+            options["kv_dtype"] = str(decoder.kv_dtype)
         name = _text_name(model, ids, new, sampling, options)
         record = self.records.setdefault(name, Record())
         sampled = checkpoint.samples if sampling is None else not sampling.greedy

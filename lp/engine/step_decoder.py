@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from lp.budget.step_times import StepTimes
-from lp.config import Exact
+from lp.config import Exact, KVDtype
 from lp.engine.decode_loop import Beginning, Generation
 from lp.engine.decoder import Decoder
 from lp.engine.output import StepStats, StepTimer
@@ -39,6 +39,11 @@ class StepDecoder(Decoder, ABC):
     def exact(self) -> Exact:
         """The mode that its texts are made in."""
         return Exact.BITWISE if self.runner.widths else Exact.TOKENS
+
+    @property
+    def kv_dtype(self) -> KVDtype:
+        """What its caches hold keys and values as."""
+        return self.runner.kv_dtype
 
     @property
     def takes_adapters(self) -> bool:

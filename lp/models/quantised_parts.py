@@ -51,7 +51,10 @@ def format_of(fields: dict[str, Any] | None, source: str) -> Format | None:
     if fields is None:
         return None
     method = fields["quant_method"]
-    if activations_of(fields) is not Activations.KEPT:
+    activations = activations_of(fields)
+    if activations is Activations.UNKNOWN:
+        reason = "may quantise activations too, as far as lp knows"
+    elif activations is not Activations.KEPT:
         reason = "quantises activations too, which a rank would round by its own share of the columns"
     elif method not in FORMATS:
         reason = f"lp can't read by parts; it can weights alone of {' and '.join(FORMATS)}"
@@ -227,6 +230,8 @@ class CompressedTensors:
                 continue
             own = part and part_of_stored(name, shape, part, _sizes(values), each in self.SCALES)
             tensors[each] = _of(values, own)
+            if each in self.SCALES and tensors[each].is_floating_point():  # before they are used, as transformers does
+                tensors[each] = tensors[each].to(dtype)
         compressor = BaseCompressor.get_value_from_registry(scheme.format or self._config.format)
         expanded: torch.Tensor = compressor.decompress(tensors, scheme)["weight"].to(dtype)
         return expanded

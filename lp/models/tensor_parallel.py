@@ -141,6 +141,8 @@ def parts_of(model: PreTrainedModel, replica: Replica, styles: Mapping[str, str]
             parts[f"{name}.weight"] = Part(1, (replica.part(module.in_features),))
         elif style == EXPERTS:
             parts |= _experts(name, module, replica, styles)
+        if "sinks" in module._parameters and division_of(f"{name}.q_proj", styles) == COLUMNS:  # a score a head
+            parts[f"{name}.sinks"] = Part(0, (replica.part(heads.queries),))
     for embedding in (model.get_input_embeddings(), model.get_output_embeddings()):
         if (tokens := embedding.weight.shape[0]) < replica.size:
             raise UserError(

@@ -131,6 +131,7 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
     "sampling": {"sampling": SAMPLING},
     "end": {"eos_token_id": 9},
     "weights": {"model": 1},
+    "kv_dtype": {"kv_dtype": "int8"},
 }
 
 
@@ -140,12 +141,13 @@ def test_another_text_begins_anew(tmp_path: Path, what: str) -> None:
     for given in ({}, DIFFERENCES[what]):
         asked: dict[str, Any] = {"ids": [1, 2, 3], "new": 20, "sampling": None, "model": 0} | given
         model = tiny_model(seed=asked.pop("model"))
-        plain = lp.AutoregressiveDecoder(model).generate(
+        kv_dtype = asked.pop("kv_dtype", "auto")
+        plain = lp.AutoregressiveDecoder(model, kv_dtype=kv_dtype).generate(
             asked["ids"], asked["new"], asked["sampling"], eos_token_id=asked.get("eos_token_id")
         )
         journal = Journal(tmp_path / "j", ALONE)
         ids, new, sampling = (asked.pop(name) for name in ("ids", "new", "sampling"))
-        output = journal.generate(lp.LookaheadDecoder(model), ids, new, sampling, **asked)
+        output = journal.generate(lp.LookaheadDecoder(model, kv_dtype=kv_dtype), ids, new, sampling, **asked)
         assert (output.tokens, output.resumed) == (plain.tokens, 0)
 
 

@@ -220,6 +220,19 @@ def test_replicas_of_a_quantised_model(name: str, tmp_path: Path) -> None:
     assert run_lockstep(4, body, tp=2) == [expected] * 4
 
 
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_another_dtype_than_the_scales(stored: torch.dtype, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Scales that are rounded behind the product, and not before it, make other weights than one rank has."""
+    quantised_folder("compressed-tensors int8", tmp_path, stored)
+    model = load(tmp_path, dtype).model
+    with torch.inference_mode():
+        model(torch.tensor([[1, 2, 3]]))  # in which transformers expands its weights
+    parts = [load(tmp_path, dtype, context=ParallelContext(replica=Replica(rank, 2))).model for rank in range(2)]
+    whole, *own = (each.model.layers[0].self_attn.q_proj.weight for each in (model, *parts))
+    assert whole.dtype == dtype and torch.equal(whole, torch.cat(own))
+
+
 def test_a_group_that_ranks_would_cut(tmp_path: Path) -> None:
     """Its columns would have the scale of another group, or none."""
     quantised_folder("torchao int8 by group", tmp_path, intermediate_size=5 * GROUP)
@@ -263,7 +276,7 @@ def test_int4_of_torchao_is_divided_as_torchao_slices_it(dimension: int) -> None
 REFUSED = {
     "gptq": ({"quant_method": "gptq", "bits": 4}, "gptq, which lp can't read by parts; it can .*torchao and comp"),
     "fp8": ({"quant_method": "fp8"}, "fp8, which quantises activations too, which a rank would round by"),
-    "unknown": ({"quant_method": "int3_dreams"}, "int3_dreams, which quantises activations too"),
+    "unknown": ({"quant_method": "int3_dreams"}, "int3_dreams, which may quantise activations too, as far as lp knows"),
 }
 
 

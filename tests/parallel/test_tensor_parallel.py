@@ -222,6 +222,21 @@ def test_a_plan_of_the_user() -> None:
     assert plan_of(model, plan).keys() == {f"model.{pattern}" for pattern in plan}
 
 
+@pytest.mark.parametrize("attention", ["flash", "eager"])
+def test_attention_sinks_go_with_their_heads(attention: str) -> None:
+    """A rank that kept those of all heads could not run, or would give its heads those of others."""
+    model = tiny_model("gpt_oss")
+    for layer in model.model.layers:
+        layer.self_attn.sinks.data = 3 * torch.randn(4, generator=torch.Generator().manual_seed(0)).double()
+    plan = {f"layers.*.self_attn.{each}_proj": "colwise" for each in "qkv"} | {"layers.*.self_attn.o_proj": "rowwise"}
+    expected = plain_greedy(model, IDS, NEW)
+
+    def use(part: Any, context: ParallelContext) -> list[int]:
+        return lp.LookaheadDecoder(part, SHAPE, context, attention).generate(IDS, NEW).tokens
+
+    assert on_ranks(model, 2, 2, use, plan) == [expected] * 2
+
+
 def test_another_replica_that_differs_is_named_by_both_coordinates(monkeypatch: pytest.MonkeyPatch) -> None:
     """`rank 1` alone would be one of two."""
     model = tiny_model("llama")

@@ -15,9 +15,9 @@ import lp
 from launch.serve.opening import resumed_model
 from launch.serve.spec import TextSpec
 from launch.serve.unfinished import UnfinishedRequests
+from lp.config import KVDtype
 from lp.digest import chain_digest
 from lp.models.loader import Loaded
-from lp.parallel.context import ParallelContext
 from tests.conftest import LONG
 from tests.support.serving import serving
 
@@ -247,10 +247,17 @@ def test_what_names_a_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_model_s_own_end_names_a_request(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens behind a new EOS would be shown."""
-    before = resumed_model(loaded, ParallelContext())
-    assert before and before == resumed_model(loaded, ParallelContext())
+    decoder = lp.LookaheadDecoder(loaded.model)
+    before = resumed_model(loaded, decoder)
+    assert before and before == resumed_model(loaded, decoder)
     monkeypatch.setattr(loaded.model.generation_config, "eos_token_id", 7)
-    assert resumed_model(loaded, ParallelContext()) != before
+    assert resumed_model(loaded, decoder) != before
+
+
+def test_another_cache_names_other_requests(loaded: Loaded) -> None:
+    """Tokens of a cache in the model's dtype would begin a text of a quantised one."""
+    named = {resumed_model(loaded, lp.LookaheadDecoder(loaded.model, kv_dtype=each)) for each in KVDtype}
+    assert None not in named and len(named) == 3
 
 
 def test_a_journal_that_somebody_has_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
