@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable
 
 import lp
+from lp.config import KVDtype
 from lp.errors import UserError
 
 from ..config.builders import ALONE, METHODS, ORACLE, PLAIN, decoder_names, draft_configs
@@ -57,6 +58,20 @@ def check_divisible(config: BenchmarkConfig, methods: list[str]) -> None:
         what = f"method {whole[0]!r}" if whole else "quality=true"
         raise UserError(
             f"{what} needs the whole model on a rank, and parallel.tp is {config.parallel.tp}; leave it out"
+        )
+
+
+def check_kv_dtype(config: BenchmarkConfig, methods: Iterable[str]) -> None:
+    """Refuse methods whose caches would hold something else than those that they are compared with.
+
+    Raises:
+        ValueError: names the first of them.
+    """
+    others = [name for name in methods if name in BASELINES]
+    if config.model.kv_dtype != KVDtype.AUTO and others:
+        raise UserError(
+            f"method {others[0]!r} has no cache of model.kv_dtype={config.model.kv_dtype}; leave it out, or take "
+            "model.kv_dtype=auto"
         )
 
 

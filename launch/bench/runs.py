@@ -35,6 +35,7 @@ from .methods import (
     bare_name,
     baseline_options,
     check_divisible,
+    check_kv_dtype,
     check_pass_at_1,
     check_sessions,
     methods_of,
@@ -199,6 +200,7 @@ def open_bench(config: BenchmarkConfig, models: ModelCache) -> Bench:
                 "chat template; take a task of texts to continue, such as humaneval, or task.chat=false"
             )
     check_sessions(config, methods)
+    check_kv_dtype(config, methods)
     context, loaded = models.open(config)
     sampling = seeded(sampling, context)
     settings = settings_of(config, methods, sampling, context.world_size, loaded.model.num_parameters())

@@ -294,6 +294,7 @@ def test_every_method_runs_beside_the_others(bench: Callable[..., Ran], tmp_path
             ["repeats=1", "pool.scope=session", "pool.file=p.pool", "methods=[lookahead,lookahead_auto]"],
             "pool.file is 'p.pool' for lookahead and lookahead_auto",
         ),
+        (["methods=[plain,hf_generate]", "model.kv_dtype=int8"], "'hf_generate' has no cache of model.kv_dtype=int8"),
         (["task.ids=[]"], "task.ids is [], which leaves no prompt"),
         (["task=mbpp", "task.path=nowhere", "task.hub=null"], "task mbpp has no file nowhere"),
     ],

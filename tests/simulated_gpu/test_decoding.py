@@ -197,6 +197,18 @@ def use_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash_cuda, "_first_fit", functools.cache(flash_cuda._first_fit.__wrapped__))  # tried anew
 
 
+@pytest.mark.skipif(not flash_cuda.TRITON, reason="float32 on a GPU needs Triton's kernel")
+def test_sinks_on_a_gpu(gpu: SimulatedCuda) -> None:
+    """Full layers by the kernel, sliding ones under a mask over all keys: alone, and several texts in one step."""
+    model = tiny_model("gpt_oss", dtype=torch.float32)
+    texts = prompts("sinks")
+    expected = [lp.AutoregressiveDecoder(model).generate(ids, NEW).tokens for ids in texts]
+    decoder = lp.LookaheadDecoder(on_gpu(model), CONFIG)
+    assert decoder.attention == "flash"
+    assert [decoder.generate(ids, NEW).tokens for ids in texts] == expected
+    assert [output.tokens for output in decoder.generate_batch(texts, NEW)] == expected
+
+
 def test_a_kernel_that_is_wrong_on_this_gpu_is_not_used(
     gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
