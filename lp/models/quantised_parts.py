@@ -255,7 +255,8 @@ class Words:
 
     TENSORS = ("qweight", "qzeros", "scales", "g_idx")
     BITS = (2, 4, 8)  # others lie across the bounds of words
-    # By method: the fields that name the format, the one of which neither is there, and what is known of formats.
+    # By method: the fields that name the format, the one that is meant where they are missing, and by format how values
+    # and zero points are stored.
     KNOWN: Mapping[str, tuple[tuple[str, ...], str, Mapping[str, str]]] = {
         "gptq": (("checkpoint_format", "format"), "gptq", {"gptq": "less one", "gptq_v2": "plain"}),
         "awq": (("version", "format"), "gemm", {"gemm": "across"}),
@@ -288,8 +289,10 @@ class Words:
     def stored(self, keys: Iterable[str], metadata: Mapping[str, str]) -> dict[str, dict[str, str]]:
         names = {*keys}
         layers = [name.removesuffix(".scales") for name in sorted(names) if name.endswith(".scales")]
-        if other := [layer for layer in layers if f"{layer}.qweight" not in names]:
-            raise UserError(f"{other[0]}.scales are for activations, which ranks can't divide; use parallel.tp=1")
+        if alone := [each for each in layers if not {f"{each}.qweight", f"{each}.qzeros"} <= names]:  # of activations
+            raise UserError(
+                f"{alone[0]}.scales have no qweight and qzeros beside them, which ranks can't divide; use parallel.tp=1"
+            )
         return {
             f"{layer}.weight": {each: f"{layer}.{each}" for each in self.TENSORS if f"{layer}.{each}" in names}
             for layer in layers
@@ -340,7 +343,8 @@ class Words:
         """Values of words, one behind the other along a dimension."""
         places = torch.tensor(self.ACROSS if self._across else range(32 // bits), dtype=torch.int32) * bits
         values = words.unsqueeze(along + 1) >> places.reshape(-1, *[1] * (1 - along))
-        return (values & 2**bits - 1).to(torch.int16).flatten(along, along + 1)
+        unpacked: torch.Tensor = (values & 2**bits - 1).to(torch.int16).flatten(along, along + 1)
+        return unpacked
 
 
 FORMATS: Mapping[str, Callable[[dict[str, Any]], Format]] = {

@@ -203,7 +203,7 @@ def in_words(
         folder: the checkpoint.
         settings: its quantisation config.
         layout: "less one" and "plain" are GPTQ's first and second format, "across" is AWQ's.
-        bits: of a value.
+        bits: bits of each value.
         symmetric: all zero points are in the middle.
         scattered: a group's columns do not lie side by side (act-order).
 
