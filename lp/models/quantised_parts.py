@@ -2,8 +2,8 @@
 
 What is stored for a weight (N outputs, K inputs) are integers, several of them in one where they are small, and scales:
 one for all, one a row, or one for each group of columns. The part of a weight that a rank holds is the same part of
-each of these, counted in their own entries. Groups are never cut, and nothing is expanded that stays quantised on one
-device.
+each of these, counted in their own entries. torchao's weights stay quantised; those of other formats are expanded to
+the model's dtype, each rank's part as it is read.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def format_of(fields: dict[str, Any] | None, source: str) -> Format | None:
     elif activations is not Activations.KEPT:
         reason = "quantises activations too, which a rank would round by its own share of the columns"
     elif method not in FORMATS:
-        reason = f"lp can't read by parts; it can weights alone of {' and '.join(FORMATS)}"
-    elif not is_installed(package := method.replace("-", "_")):
+        reason = f"lp can't read by parts; it can weights alone of {', '.join(FORMATS)}"
+    elif (package := PACKAGES.get(method)) and not is_installed(package):
         reason = f"is read by the package {package}; pip install {method}"
     else:
         return FORMATS[method](fields)
@@ -246,7 +246,115 @@ class CompressedTensors:
         raise UserError(f"{layer} has quantised weights, but no group of the quantisation config is for it")
 
 
+class Words:
+    """Weights in words of 32 bits, as GPTQ, AWQ and AutoRound store them: a rank expands its own part at once.
+
+    A weight is scale * (value - zero point), computed in the scale's dtype as in their own layers. Several values are
+    in a word, and several zero points, (groups, N / values of a word); scales are (groups, N), and for every column
+    there may be the number of its group. A part by columns takes the scales of all groups, a few percent of the bytes,
+    and so may begin within one, or have columns of any.
+
+    Args:
+        fields: the quantisation config.
+    """
+
+    TENSORS = ("qweight", "qzeros", "scales", "g_idx")
+    BITS = (2, 4, 8)  # others lie across the bounds of words
+    # By method: the fields that name the format, the one that is meant where they are missing, and by format how values
+    # and zero points are stored.
+    KNOWN: Mapping[str, tuple[tuple[str, ...], str, Mapping[str, str]]] = {
+        "gptq": (("checkpoint_format", "format"), "gptq", {"gptq": "less one", "gptq_v2": "plain"}),
+        "awq": (("version", "format"), "gemm", {"gemm": "across"}),
+        "auto-round": (
+            ("packing_format",),
+            "auto_round:gptq",
+            {
+                **dict.fromkeys(("auto", "auto_round:gptq", "auto_round:auto_gptq"), "less one"),
+                **dict.fromkeys(("auto_round", "auto_round:gptqmodel"), "plain"),
+                **dict.fromkeys(("auto_round:awq", "auto_round:auto_awq"), "across"),
+            },
+        ),
+    }
+    ACROSS = (0, 4, 1, 5, 2, 6, 3, 7)  # places of the values of eight rows in one of AWQ's words, (K, N / 8)
+
+    def __init__(self, fields: dict[str, Any]) -> None:
+        method = fields["quant_method"]
+        names, usual, known = self.KNOWN[method]
+        written = str(next((fields[name] for name in names if fields.get(name)), usual)).lower()
+        if written not in known:
+            raise UserError(
+                f"ranks can't divide weights of {method}'s format {written!r}, but those of {', '.join(known)}; "
+                "use parallel.tp=1"
+            )
+        if rotated := [each for each in ("rotation_config", "spinquant_config") if fields.get(each)]:
+            raise UserError(f"{method} rotates inputs ({rotated[0]}), which ranks can't divide; use parallel.tp=1")
+        self._less_one = known[written] == "less one"  # what is stored of a zero point
+        self._across = known[written] == "across"
+
+    def stored(self, keys: Iterable[str], metadata: Mapping[str, str]) -> dict[str, dict[str, str]]:
+        names = {*keys}
+        layers = [name.removesuffix(".scales") for name in sorted(names) if name.endswith(".scales")]
+        if alone := [each for each in layers if not {f"{each}.qweight", f"{each}.qzeros"} <= names]:  # of activations
+            raise UserError(
+                f"{alone[0]}.scales have no qweight and qzeros beside them, which ranks can't divide; use parallel.tp=1"
+            )
+        return {
+            f"{layer}.weight": {each: f"{layer}.{each}" for each in self.TENSORS if f"{layer}.{each}" in names}
+            for layer in layers
+        }
+
+    def shape(self, name: str, stored: Stored) -> Sizes:
+        values = 32 // self._bits(name, stored)
+        first, last = _sizes(stored["qweight"])
+        return (last * values, first) if self._across else (last, first * values)
+
+    def part(self, name: str, stored: Stored, shape: Sizes, part: Part | None, dtype: torch.dtype) -> torch.Tensor:
+        bits = self._bits(name, stored)
+        rows = Part(1, part.ranges) if part and part.dimension == 0 else None  # as they lie in scales and zero points
+        columns = Part(0, part.ranges) if part and part.dimension == 1 else None
+        words = part and part_of_stored(name, shape, part, _sizes(stored["qweight"]), scale=False, swapped=True)
+        values = self._unpacked(_of(stored["qweight"], words), bits, along=1 if self._across else 0)
+        packed = _of(stored["qzeros"], None)
+        if self._less_one:  # by word, with a carry, as GPTQModel has it
+            packed += sum(1 << place for place in range(0, 32, bits))
+        zeros, scales = _of(self._unpacked(packed, bits, along=1), rows), _of(stored["scales"], rows)
+        groups = _of(self._groups(name, stored, shape[1]), columns).long()
+        expanded: torch.Tensor = scales[groups] * (values - zeros[groups])
+        return expanded.to(dtype).T
+
+    def _groups(self, name: str, stored: Stored, columns: int) -> Any:
+        """The group of every column."""
+        if "g_idx" in stored:
+            return stored["g_idx"]
+        groups = _sizes(stored["scales"])[0]
+        if columns % groups:
+            raise UserError(f"{name} has {groups} groups for {columns} columns, and no g_idx; use parallel.tp=1")
+        return torch.arange(columns) // (columns // groups)
+
+    def _bits(self, name: str, stored: Stored) -> int:
+        """Bits of a value, which may differ from layer to layer."""
+        words, rows = (_sizes(stored[each])[-1] for each in ("qzeros", "scales"))
+        bits, rest = divmod(32 * words, rows)
+        known = (4,) if self._across else self.BITS
+        dtype = stored["qzeros"][:1].dtype
+        if rest or bits not in known or dtype != torch.int32:
+            raise UserError(
+                f"{name} has {words} words of {dtype} for the zero points of {rows} outputs, which ranks can't divide: "
+                f"they can values of {' or '.join(map(str, known))} bits in words of torch.int32; use parallel.tp=1"
+            )
+        return bits
+
+    def _unpacked(self, words: torch.Tensor, bits: int, along: int) -> torch.Tensor:
+        """Values of words, one behind the other along a dimension."""
+        places = torch.tensor(self.ACROSS if self._across else range(32 // bits), dtype=torch.int32) * bits
+        values = words.unsqueeze(along + 1) >> places.reshape(-1, *[1] * (1 - along))
+        unpacked: torch.Tensor = (values & 2**bits - 1).to(torch.int16).flatten(along, along + 1)
+        return unpacked
+
+
 FORMATS: Mapping[str, Callable[[dict[str, Any]], Format]] = {
     "torchao": Torchao,
     "compressed-tensors": CompressedTensors,
+    **dict.fromkeys(Words.KNOWN, Words),
 }
+PACKAGES = {"torchao": "torchao", "compressed-tensors": "compressed_tensors"}  # that read what they stored

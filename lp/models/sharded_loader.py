@@ -265,10 +265,7 @@ class Checkpoint:
         Raises:
             ValueError: it is missing, damaged, or of another shape.
         """
-        stored = self._stored.get(name)
-        if stored in self._tensors:
-            return self._read_quantised(stored, name, shape, part, device, dtype)
-        if stored:
+        if stored := self._stored.get(name):
             return self._read(stored, name, shape, part, device, dtype)
         if ".experts." not in name:
             raise self.missing(name)
@@ -311,6 +308,8 @@ class Checkpoint:
         device: str | torch.device,
         dtype: torch.dtype,
     ) -> torch.Tensor:
+        if stored in self._tensors:
+            return self._read_quantised(stored, name, shape, part, device, dtype)
         with self._opened(self._path(stored)) as file:
             values = file.get_slice(stored)
             self._check_shape(name, tuple(values.get_shape()), shape)

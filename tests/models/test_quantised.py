@@ -20,14 +20,15 @@ from lp.models.digests import model_digests
 from lp.models.loader import load
 from lp.models.part import Part
 from lp.models.quantisation import inexact_quantisation, tokens_share_scales
-from lp.models.quantised_parts import part_of_stored, part_of_tensor
+from lp.models.quantised_parts import format_of, part_of_stored, part_of_tensor
+from lp.models.sharded_loader import Checkpoint
 from lp.models.tensor_parallel import divide
 from lp.parallel.context import ParallelContext
 from lp.parallel.replica import Replica
-from tests.support.quantised import GROUP, QUANTISED, quantised_folder
+from tests.support.quantised import GROUP, QUANTISED, in_words, quantised_folder
 from tests.support.quantised_matrix import row, standing_rows
 from tests.support.thread_ranks import run_lockstep
-from tests.support.tiny_models import drawn_text, plain_greedy, tiny_model
+from tests.support.tiny_models import drawn_text, letters, plain_greedy, tiny_model
 
 BY_TOKEN = "while it runs, each token's by itself"
 TOGETHER = "by what several tokens of a pass have in common"
@@ -274,7 +275,19 @@ def test_int4_of_torchao_is_divided_as_torchao_slices_it(dimension: int) -> None
 
 
 REFUSED = {
-    "gptq": ({"quant_method": "gptq", "bits": 4}, "gptq, which lp can't read by parts; it can .*torchao and comp"),
+    "bitsandbytes": (
+        {"quant_method": "bitsandbytes", "load_in_4bit": True},
+        "bitsandbytes, which lp can't read by parts; it can .*torchao, comp.*, gptq",
+    ),
+    "gptq in another format": (
+        {"quant_method": "gptq", "checkpoint_format": "marlin"},
+        "weights of gptq's format 'marlin', but those of gptq, gptq_v2",
+    ),
+    "awq in another format": ({"quant_method": "awq", "version": "gemv"}, "awq's format 'gemv', but those of gemm"),
+    "auto-round in another format": (
+        {"quant_method": "auto-round", "packing_format": "auto_round:llm_compressor"},
+        "auto-round's format 'auto_round:llm_compressor', but those of auto, ",
+    ),
     "fp8": ({"quant_method": "fp8"}, "fp8, which quantises activations too, which a rank would round by"),
     "unknown": ({"quant_method": "int3_dreams"}, "int3_dreams, which may quantise activations too, as far as lp knows"),
 }
@@ -312,3 +325,124 @@ def test_scales_for_activations_are_not_divided(tmp_path: Path) -> None:
     quantization.quantize_(model, quantization.Int8DynamicActivationInt8WeightConfig())
     with pytest.raises(lp.UserError, match="Int8Tensor with scales for activations, which ranks can't divide"):
         divide(model, Replica(0, 2))
+
+
+# By name: the quantisation config, and arguments of `in_words`.
+IN_WORDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "gptq": ({"quant_method": "gptq"}, {}),
+    "gptq, 2 bits": ({"quant_method": "gptq"}, {"bits": 2}),
+    "gptq, 8 bits, symmetric": ({"quant_method": "gptq"}, {"bits": 8, "symmetric": True}),
+    "gptq, act-order": ({"quant_method": "gptq", "desc_act": True}, {"scattered": True}),
+    "gptq_v2": ({"quant_method": "gptq", "checkpoint_format": "gptq_v2"}, {"layout": "plain"}),
+    "auto-round": ({"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"}, {}),
+    "auto-round, its own": ({"quant_method": "auto-round", "packing_format": "auto_round"}, {"layout": "plain"}),
+    "awq": ({"quant_method": "awq", "version": "gemm"}, {"layout": "across"}),
+}
+
+
+def _in_words(folder: Path, settings: dict[str, Any], dtype: torch.dtype, arch: str, **packing: Any) -> Any:
+    """A checkpoint in words, and the model of the weights that are meant. The second of two ranks begins in a group."""
+    inner = dict.fromkeys(["intermediate_size", "moe_intermediate_size"], 5 * GROUP)
+    model = tiny_model(arch, dtype=dtype, hidden_size=128, num_key_value_heads=2, **inner)
+    for each in (folder / "meant", folder / "words"):
+        model.save_pretrained(each)
+        letters(model.config.vocab_size - 1).save_pretrained(each)
+    meant = in_words(folder / "words", settings, **packing)
+    weights = load_file(folder / "meant" / "model.safetensors")
+    weights |= {name: values.to(dtype).contiguous() for name, values in meant.items()}
+    save_file(weights, folder / "meant" / "model.safetensors", {"format": "pt"})
+    return load(folder / "meant", "auto").model
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype"), [("llama", torch.float16), ("phi3", torch.float32), ("qwen3_moe", torch.float32)], ids=str
+)
+@pytest.mark.parametrize("name", IN_WORDS)
+def test_parts_of_weights_in_words(name: str, arch: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Each rank's weights are its part of what is meant, bit for bit: values, zero points, and groups that are cut."""
+    settings, packing = IN_WORDS[name]
+    expanded = _in_words(tmp_path, settings, dtype, arch, **packing)
+    for rank in range(2):
+        expected = divide(copy.deepcopy(expanded), Replica(rank, 2))
+        read = load(tmp_path / "words", "auto", context=ParallelContext(replica=Replica(rank, 2))).model
+        weights = dict(read.named_parameters())
+        for weight_name, weight in expected.named_parameters():
+            ours = weights[weight_name]
+            assert ours.dtype == weight.dtype and torch.equal(ours, weight), weight_name
+            assert ours.is_contiguous()
+
+
+@pytest.mark.parametrize("name", ["gptq", "gptq, act-order", "awq"])
+def test_text_of_weights_in_words(name: str, tmp_path: Path) -> None:
+    """Two replicas of two ranks: greedy text of the expanded model on one."""
+    settings, packing = IN_WORDS[name]
+    expanded = _in_words(tmp_path, settings, torch.float32, "llama", **packing)
+    ids = drawn_text(random.Random(6), 20)
+
+    def body(context: ParallelContext) -> list[int]:
+        decoder = lp.LookaheadDecoder(load(tmp_path / "words", "auto", context=context).model, context=context)
+        return decoder.generate(ids, 24).tokens
+
+    assert run_lockstep(4, body, tp=2) == [plain_greedy(expanded, ids, 24)] * 4
+
+
+def test_words_that_ranks_cannot_divide(tmp_path: Path) -> None:
+    """Layouts that are not known, or that a part would cut, must not be read as others."""
+    context = ParallelContext(replica=Replica(0, 2))
+    settings = {"quant_method": "gptq"}
+    _in_words(tmp_path, settings, torch.float32, "llama")
+    folder = tmp_path / "words"
+    layer = "model.layers.0.mlp.down_proj"
+    weights = load_file(folder / "model.safetensors")
+    zeros = weights[f"{layer}.qzeros"]
+    bad = {
+        rf"{layer}.weight has 12 words of torch.int32 .* 128 outputs.* 2 or 4 or 8 bits": {"qzeros": zeros[:, :12]},
+        rf"{layer}.weight has 16 words of torch.int16": {"qzeros": zeros.to(torch.int16)},
+        rf"{layer}.weight has 3 groups for 160 columns, and no g_idx": {
+            "g_idx": None, "scales": weights[f"{layer}.scales"][:3], "qzeros": zeros[:3],
+        },
+        rf"{layer}.scales have no qweight and qzeros": {"qweight": None},
+        rf"{layer}.scales have no .* which ranks can't divide": {"qzeros": None},
+    }  # fmt: skip
+    for reason, own in bad.items():
+        changed = weights | {f"{layer}.{each}": values for each, values in own.items()}
+        kept = {name: values.contiguous() for name, values in changed.items() if values is not None}
+        save_file(kept, folder / "model.safetensors", {"format": "pt"})
+        with pytest.raises(lp.UserError, match=reason):
+            load(folder, "auto", context=context)
+    rotated = {"quant_method": "auto-round", "rotation_config": {"hadamard_type": "hadamard"}}
+    with pytest.raises(lp.UserError, match=r"rotates inputs .rotation_config., which ranks can't divide"):
+        format_of(rotated, "it")
+
+
+def test_words_that_ranks_would_cut(tmp_path: Path) -> None:
+    """Its columns would begin within a word of eight."""
+    words = {"qweight": torch.zeros(33, 16), "scales": torch.zeros(1, 16), "qzeros": torch.zeros(1, 2).int()}
+    read: Any = format_of({"quant_method": "gptq"}, "it")
+    assert read.shape("w", words) == (16, 264)
+    with pytest.raises(lp.UserError, match=r"w \(16, 264\) is quantised in words of 8, .* cut one at 132; give"):
+        read.part("w", words, (16, 264), Part(1, ((0, 132),)), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("packing", ["auto_round:auto_gptq", "auto_round"])
+def test_words_are_expanded_as_in_auto_rounds_layers(
+    packing: str, bits: int, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Each layer's weights: those that AutoRound's own multiplies one with, bit for bit."""
+    pytest.importorskip("auto_round")
+    symmetric = packing == "auto_round:auto_gptq"  # of which AutoRound runs no other on a CPU
+    fields = {"quant_method": "auto-round", "packing_format": packing, "bits": bits, "group_size": GROUP}
+    layout = "less one" if symmetric else "plain"
+    settings = fields | {"sym": symmetric, "backend": "auto"}
+    _in_words(tmp_path, settings, dtype, "llama", bits=bits, symmetric=symmetric, layout=layout)
+    own = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "words", dtype=dtype)
+    read = Checkpoint(str(tmp_path / "words"), True, format_of(settings, "it"))
+    read.rename(tiny_model("llama"))
+    layers = {name: module for name, module in own.named_modules() if hasattr(module, "qweight")}
+    assert len(layers) == 14
+    for name, layer in layers.items():
+        weight = layer(torch.eye(layer.infeatures, dtype=dtype)).T
+        found = read.read(f"{name}.weight", tuple(weight.shape), None, "cpu", dtype)
+        assert found.dtype == dtype and torch.equal(found, weight), name

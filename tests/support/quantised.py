@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -189,26 +189,63 @@ def _bitnet(folder: Path) -> None:
     _rewritten(folder, {"quant_method": "bitnet", "linear_class": "bitlinear"}, quantise)
 
 
-def _gptq(folder: Path, method: str = "auto-round") -> Any:
-    """AutoRound's own, which has the layout of GPTQ; or GPTQ's, which AutoRound reads where it is asked to."""
-    places = 4 * torch.arange(8)
+def in_words(
+    folder: Path,
+    settings: dict[str, Any],
+    layout: str = "less one",
+    bits: int = 4,
+    symmetric: bool = False,
+    scattered: bool = False,
+) -> dict[str, torch.Tensor]:
+    """Quantise a checkpoint in place to words of 32 bits, as GPTQ and AWQ do.
+
+    Args:
+        folder: the checkpoint.
+        settings: its quantisation config.
+        layout: "less one" and "plain" are GPTQ's first and second format, "across" is AWQ's.
+        bits: bits of each value.
+        symmetric: all zero points are in the middle.
+        scattered: a group's columns do not lie side by side (act-order).
+
+    Returns:
+        By name, the weights that are meant, float16.
+    """
+    meant = {}
+
+    def packed(values: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+        """Along the last dimension: place i of a word has the value order[i] of those that it stands for."""
+        per_word = values.reshape(*values.shape[:-1], -1, 32 // bits)
+        words = sum(per_word[..., value].long() << bits * place for place, value in enumerate(order))
+        assert isinstance(words, torch.Tensor)
+        return (words - (words >> 31 << 32)).to(torch.int32)
 
     def quantise(layer: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        rows, columns = weight.shape
-        groups = weight.reshape(rows, columns // GROUP, GROUP)
-        scale = groups.abs().amax(-1) / 7
-        values = ((groups / scale[..., None]).round().clamp(-8, 7) + 8).long().reshape(rows, columns).T
-        words = (values.reshape(columns // 8, 8, rows) << places[:, None]).sum(1)
-        zeros = torch.full((columns // GROUP, rows // 8), int((7 << places).sum()))
-        wrapped = {"qweight": words, "qzeros": zeros}
-        return {
-            **{name: (each - (each >> 31 << 32)).to(torch.int32) for name, each in wrapped.items()},
-            "scales": scale.T.to(torch.float16),
-            "g_idx": (torch.arange(columns) // GROUP).to(torch.int32),
-        }
+        columns = weight.shape[1]
+        groups = torch.arange(columns) // GROUP
+        if scattered:
+            groups = groups[torch.randperm(columns, generator=torch.Generator().manual_seed(columns))]
+        each = [weight[:, groups == group] for group in range(int(groups.max()) + 1)]
+        low, high = (torch.stack([getattr(one, end)(1).values for one in each]) for end in ("min", "max"))
+        middle = 2 ** (bits - 1)
+        span = 2 * torch.maximum(-low, high) if symmetric else high - low
+        scales = (span / (2**bits - 1)).half()
+        zeros = torch.full_like(low, middle) if symmetric else (-low / scales).round().clamp(1, 2**bits - 1)
+        values = (weight.T / scales[groups] + zeros[groups]).round().clamp(0, 2**bits - 1)
+        meant[f"{layer}.weight"] = (scales[groups] * (values - zeros[groups]).half()).T
+        plain, across = range(32 // bits), (0, 2, 4, 6, 1, 3, 5, 7)
+        tensors = {"scales": scales, "qzeros": packed(zeros - int(layout == "less one"), plain)}
+        if layout == "across":
+            return tensors | {"qweight": packed(values, across), "qzeros": packed(zeros, across)}
+        return tensors | {"qweight": packed(values.T, plain).T, "g_idx": groups.to(torch.int32)}
 
+    _rewritten(folder, settings, quantise)
+    return meant
+
+
+def _gptq(folder: Path, method: str = "auto-round") -> Any:
+    """AutoRound's own, which has the layout of GPTQ; or GPTQ's, which AutoRound reads where it is asked to."""
     settings = {"quant_method": method, "bits": 4, "group_size": GROUP, "sym": True, "desc_act": False}
-    _rewritten(folder, settings | {"packing_format": "auto_round:auto_gptq", "backend": "auto"}, quantise)
+    in_words(folder, settings | {"packing_format": "auto_round:auto_gptq", "backend": "auto"}, symmetric=True)
     return tf.AutoRoundConfig() if method == "gptq" else None
 
 
