@@ -500,8 +500,11 @@ ALONE = {"logits", "server"}  # and these one
 
 @cache
 def pairs(ranks: Literal["one", "several", "any"] = "any") -> list[tuple[str, str]]:
-    """All pairs of features that may go together on so many ranks: those that a run of the fuzzer is to meet."""
+    """All pairs of features that may go together on so many ranks: those that a run of the fuzzer is to meet. Where
+    torchao is not installed no weights are quantised.
+    """
     out = {"one": SEVERAL, "several": ALONE, "any": set[str]()}[ranks]
+    out = out if is_installed("torchao") else out | {"quantised"}
 
     def never(one: str, other: str) -> bool:
         return any((one in some and other in rest) or (other in some and one in rest) for some, rest in NEVER)
