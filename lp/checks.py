@@ -142,7 +142,7 @@ def check_switches(config: object, *names: str) -> None:
         set_field(config, name, check_switch(name, getattr(config, name)))
 
 
-def check_text_adapter(config: object, name: str, choices: type[StrEnum]) -> None:
+def check_choice(config: object, name: str, choices: type[StrEnum]) -> None:
     """Refuse anything but a member or its value, and make a field of a frozen config the member.
 
     Raises:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from lp.checks import check_count, check_kind, check_switches, check_text_adapter, set_field
+from lp.checks import check_choice, check_count, check_kind, check_switches, set_field
 from lp.errors import UserError
 from lp.removed_keys import RefusesRemoved
 
@@ -124,7 +124,7 @@ class Ablation:
         check_switches(self, "renoise", "learn", "window_noise")
         check_count(self, "num_logits", 0, 32, "try 16, or 0 for none", "K")
         check_count(self, "warmup_steps", 0, math.inf, "leave it 0")
-        check_text_adapter(self, "kv_sync", KVSync)
+        check_choice(self, "kv_sync", KVSync)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,7 +192,7 @@ class LookaheadConfig(RefusesRemoved):
             shape = f"W={self.window_size}, N={self.ngram_size}, G={self.guess_set_size}"
             raise UserError(f"a step of {shape} has (W + G) x (N - 1) tokens, more than {most}; lower one of them")
         check_count(self, "pool_mib", 1, 1 << 16, "try 16, or 128 for a session")
-        check_text_adapter(self, "pool_scope", PoolScope)
+        check_choice(self, "pool_scope", PoolScope)
         check_kind("pool_file", self.pool_file, (str, os.PathLike, type(None)), "a path, or None")
         check_kind("pool_model_ngrams", self.pool_model_ngrams, (str, os.PathLike), "a path, 'auto' or 'off'")
         check_kind("history", self.history, (str, os.PathLike, type(None)), "a path, or None")

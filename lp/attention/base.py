@@ -205,7 +205,7 @@ class AttentionBackend:
         return None
 
     def replaced_in(self, model: PreTrainedModel) -> tuple[str, ...]:
-        """`replaces`, and what else it replaces in this model."""
+        """Attention of this model that `auto` replaces: `replaces`, unless a backend knows better."""
         return self.replaces
 
     def install(self) -> None:

@@ -117,8 +117,7 @@ def _first_fit(shape: Shape) -> str:
     else:
         raise UserError(
             f"no attention kernel works with head dimension {shape.dim} and {shape.dtype} on {shape.device}: "
-            f"{'; '.join(refused)}; "
-            "choose attention=sdpa"
+            f"{'; '.join(refused)}; choose attention=sdpa"
         )
     if refused:
         logger.warning("attention=flash runs on %s by %s, not by %s", shape.device, name, "; ".join(refused))

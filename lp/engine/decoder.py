@@ -244,7 +244,7 @@ class Decoder:
         )
         images = self._images(prompt, inputs)
         if adapter is not None:
-            self._check_text_adapter(adapter, images)
+            self._check_adapter(adapter, images)
         processors = listed_processors(logits_processor)
         checkpoint = self.checkpoint(generation_config)
         continued = check_int("continued", continued, 0, len(prompt) - 1, "a text goes on behind a prompt")
@@ -367,11 +367,11 @@ class Decoder:
             )
         return images
 
-    def _check_text_adapter(self, adapter: str, images: PromptImages | None) -> None:
+    def _check_adapter(self, adapter: str, images: PromptImages | None) -> None:
         """Refuse an adapter that a text cannot choose, or not here.
 
         Raises:
-            ValueError: as of `check_text_adapter`, or what does not go with it.
+            ValueError: an adapter that `check_text_adapter` refuses, or that does not go with what else is asked.
         """
         check_text_adapter(self.model, adapter)
         others = {

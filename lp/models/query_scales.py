@@ -1,4 +1,4 @@
-"""Queries that are scaled by how far back they reach: Llama 4's layers without rotary positions.
+"""Queries that are scaled by their position: Llama 4's layers without rotary positions.
 
 transformers scales by a token's place in the pass, behind what is cached. In a step of several branches that is not its
 position. (arXiv 2501.19399; `attn_temperature_tuning` in the config.)

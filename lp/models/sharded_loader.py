@@ -308,9 +308,16 @@ class Checkpoint:
         device: str | torch.device,
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        if stored in self._tensors:
-            return self._read_quantised(stored, name, shape, part, device, dtype)
-        with self._opened(self._path(stored)) as file:
+        with contextlib.ExitStack() as files:
+            if stored in self._tensors:
+                assert self.quantised is not None
+                tensors = {
+                    each: files.enter_context(self._opened(self._path(key))).get_slice(key)
+                    for each, key in self._tensors[stored].items()
+                }
+                self._check_shape(name, self.quantised.shape(stored, tensors), shape)
+                return self.quantised.part(stored, tensors, shape, part, dtype).to(device)
+            file = files.enter_context(self._opened(self._path(stored)))
             values = file.get_slice(stored)
             self._check_shape(name, tuple(values.get_shape()), shape)
             if not shape:
@@ -325,24 +332,6 @@ class Checkpoint:
                 f"cannot load {self.source!r}: config.json makes {name} {shape}, the weights have {found}; "
                 "use the config that belongs to these weights"
             )
-
-    def _read_quantised(
-        self,
-        stored: str,
-        name: str,
-        shape: tuple[int, ...],
-        part: Part | None,
-        device: str | torch.device,
-        dtype: torch.dtype,
-    ) -> torch.Tensor:
-        assert self.quantised is not None
-        with contextlib.ExitStack() as files:
-            tensors = {
-                each: files.enter_context(self._opened(self._path(key))).get_slice(key)
-                for each, key in self._tensors[stored].items()
-            }
-            self._check_shape(name, self.quantised.shape(stored, tensors), shape)
-            return self.quantised.part(stored, tensors, shape, part, dtype).to(device)
 
     def _path(self, stored: str) -> Path:
         path = self._files[self._file_of[stored]]

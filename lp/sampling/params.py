@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from lp.checks import as_float, check_count, check_text_adapter, set_field
+from lp.checks import as_float, check_choice, check_count, set_field
 from lp.errors import UserError
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class SamplingParams:
         check_count(self, "top_k", 0, math.inf, "0 keeps every token")
         if self.seed is not None:
             check_count(self, "seed", 0, 2**63 - 1, "leave it null to draw one")
-        check_text_adapter(self, "verifier", Verifier)
+        check_choice(self, "verifier", Verifier)
         if self.greedy and self.verifier is Verifier.REJECTION:
             raise UserError(
                 "verifier is 'rejection' with a temperature of 0, which draws nothing; leave one of them out"
