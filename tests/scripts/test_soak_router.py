@@ -12,9 +12,9 @@ import pytest
 
 pytest.importorskip("httpx", reason="the package httpx is not installed")
 
-from scripts.soak_router import BROKEN, Down, Record  # noqa: E402
-from scripts.studies.parts.routers import program  # noqa: E402
-from tests.conftest import Processes  # noqa: E402
+from scripts.soak_router import BROKEN, Down, Record
+from scripts.studies.parts.routers import program
+from tests.conftest import Processes
 
 
 @pytest.mark.parametrize(
