@@ -44,7 +44,7 @@ from scripts.studies.parts.soak import descendants, take_sample
 from scripts.studies.router_sessions import routed
 
 ROOT = Path(__file__).resolve().parent.parent
-START_S = 300.0  # for a server to be ready
+START_S = 1200.0  # for a server to be ready on a busy machine
 FOUND_S = 15.0  # after a server is ready again, for a router to send it requests
 SAMPLE_S = 30.0
 AGAIN_S = 1.0  # between a failure and the next try
