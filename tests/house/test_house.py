@@ -71,6 +71,7 @@ KEEPERS = {
     "deepspeed": "launch.bench.baselines",
     "accelerate": "launch.bench.baselines",
     "ray": "launch.serve.ray",
+    "lm_eval": "launch.batch.lm_eval",
 }
 FORBIDDEN = {"lp.draft": ["transformers", "torch.distributed"]}
 # Fragments that are glued to a line above them, or to another docstring; and those that go on from their own name,

@@ -20,16 +20,26 @@ FEWEST = 600  # characters of a prompt
 
 
 @dataclass(frozen=True, slots=True)
+class SourceText:
+    """A file's path in its tree, and its text."""
+
+    path: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tree:
     """A tree's files, divided.
 
     Attributes:
-        texts: contents of the files that are to be a corpus.
+        files: the files that are to be a corpus.
+        held_out: the other ones, where they are long enough for a position.
         prompts: what stands before each position in the other files.
         past: what stands before positions in the files that are to be a corpus, for completions that come before.
     """
 
-    texts: list[str]
+    files: list[SourceText]
+    held_out: list[SourceText]
     prompts: list[str]
     past: list[str]
 
@@ -41,16 +51,21 @@ class Tree:
             UserError: the folder has no files that are long enough.
         """
         drawn = random.Random(seed)
-        paths = [folder / file.path for file in source_files(folder) if file.path.endswith(ending)]
-        texts = [text for path in paths if (text := text_of(path))]
-        drawn.shuffle(texts)
-        count = max(round(HELD_OUT * len(texts)), 1)
-        parts = texts[:count], texts[count:]
-        held_out, others = ([text for text in part if len(text) >= FEWEST + BEHIND] for part in parts)
+        paths = [file.path for file in source_files(folder) if file.path.endswith(ending)]
+        files = [SourceText(path, text) for path in paths if (text := text_of(folder / path))]
+        drawn.shuffle(files)
+        count = max(round(HELD_OUT * len(files)), 1)
+        parts = files[:count], files[count:]
+        held_out, others = ([file for file in part if len(file.text) >= FEWEST + BEHIND] for part in parts)
         if not held_out or (past and not others):
             raise UserError(f"{str(folder)!r} has no {ending} files of {FEWEST + BEHIND} characters to hold out")
         prompts = [_before_a_position(held_out, drawn) for _ in range(positions)]
-        return cls(texts[count:], prompts, [_before_a_position(others, drawn) for _ in range(past)])
+        return cls(files[count:], held_out, prompts, [_before_a_position(others, drawn) for _ in range(past)])
+
+    @property
+    def texts(self) -> list[str]:
+        """Contents of the files that are to be a corpus."""
+        return [file.text for file in self.files]
 
     def corpus(self, tokenizer: Any, vocabulary_size: int) -> np.ndarray:
         """The corpus of the files that are not held out, as a file's array."""
@@ -62,8 +77,8 @@ class Tree:
         return new_file(vocabulary_size, tokens, Listing("", 0, files))
 
 
-def _before_a_position(texts: Sequence[str], drawn: random.Random) -> str:
-    """What stands before a position that is drawn in one of these texts."""
-    text = drawn.choice(texts)
+def _before_a_position(files: Sequence[SourceText], drawn: random.Random) -> str:
+    """What stands before a position that is drawn in one of these files."""
+    text = drawn.choice(files).text
     at = drawn.randint(FEWEST, len(text) - BEHIND)
     return text[max(at - BEFORE, 0) : at]

@@ -1,0 +1,112 @@
+"""lm_eval's tasks, answered by `lp batch`: no server is started, and all requests of a task are one file.
+
+    pip install 'lm_eval[api]'
+    python -m lp.launch.batch.lm_eval --model lp-batch --tasks questions.yaml --model_args pretrained=FOLDER
+
+The command is lm_eval's own, with the model `lp-batch` besides (in a clone: `launch.batch.lm_eval`).
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lm_eval.__main__ import cli_evaluate
+from lm_eval.api.registry import register_model
+from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+import lp
+from lp.errors import UserError
+
+ALL = sys.maxsize  # requests at a time
+
+
+@register_model("lp-batch")
+class BatchModel(LocalCompletionsAPI):
+    """A model that lm_eval asks by files of requests; what is asked is what `local-completions` asks a server.
+
+    Args:
+        pretrained: the model's folder or its name on the hub.
+        dtype, device: what the model computes in, and where, as `lp batch` takes them.
+        batch_size, max_batch_size: lm_eval gives them; a file has all requests.
+        max_length: most tokens of a prompt and its answer.
+        overrides: what else `lp batch` is started with, such as max_sequences=16.
+    """
+
+    def __init__(
+        self,
+        pretrained: str,
+        dtype: str = "float32",
+        device: str | None = None,
+        batch_size: int | str = 1,
+        max_batch_size: int | None = None,
+        max_length: int = 2048,
+        **overrides: Any,
+    ) -> None:
+        super().__init__(
+            model=pretrained, tokenizer_backend="huggingface", batch_size=ALL, max_retries=1, max_length=max_length
+        )
+        given = {"model": "hf", "model.name": pretrained, "model.dtype": dtype, **overrides}
+        given |= {"model.device": device} if device else {}
+        self._overrides = [f"{name}={value}" for name, value in given.items()]
+
+    def model_call(
+        self, messages: Any, *, generate: bool = True, gen_kwargs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Answer all prompts; the answers are the choices of one, as a server answers several prompts.
+
+        Raises:
+            ValueError: a request was refused, and why.
+            RuntimeError: `lp batch` failed.
+        """
+        bodies = []
+        for prompt in self.create_message(messages):
+            own = dict(gen_kwargs or {})  # it is emptied
+            body = self._create_payload(
+                prompt, generate=generate, gen_kwargs=own, seed=self._seed, eos=self.eos_string, **kwargs
+            )
+            bodies.append({name: value for name, value in body.items() if name != "model"})
+        return {
+            "choices": [choice | {"index": index} for index, choice in enumerate(answered(bodies, self._overrides))]
+        }
+
+
+def answered(bodies: Sequence[dict[str, Any]], overrides: Sequence[str]) -> list[dict[str, Any]]:
+    """What `lp batch` answers to each body of /v1/completions: its first choice.
+
+    Args:
+        bodies: the requests' bodies.
+        overrides: what `lp batch` is started with.
+
+    Raises:
+        ValueError: a request was refused, and why.
+        RuntimeError: `lp batch` failed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        asked, answers = Path(folder, "in.jsonl"), Path(folder, "out.jsonl")
+        lines = (
+            {"custom_id": str(index), "method": "POST", "url": "/v1/completions", "body": body}
+            for index, body in enumerate(bodies)
+        )
+        asked.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        command = [sys.executable, "-m", lp.__name__, "batch", str(asked), str(answers), *overrides]
+        code = subprocess.run(command, stdout=sys.stderr).returncode
+        if code:
+            raise RuntimeError(f"lp batch ended with the exit code {code}; its error is above")
+        found: dict[int, dict[str, Any]] = {}
+        for line in answers.read_text(encoding="utf-8").splitlines():
+            answer = json.loads(line)
+            body = answer["response"]["body"]
+            if "choices" not in body:
+                raise UserError(f"a request of lm_eval was refused: {body['error']['message']}")
+            found[int(answer["custom_id"])] = body["choices"][0]
+        return [found[index] for index in range(len(bodies))]
+
+
+if __name__ == "__main__":
+    cli_evaluate()
