@@ -8,6 +8,7 @@ is checked when it is opened.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -24,6 +25,9 @@ from lp.errors import UserError
 MARK = 0x73757072_6F6331  # of such a file, and of how it is laid out
 MAX_TOKENS = (1 << 31) - 16
 READ_BYTES = 64 << 20  # of a file that is read; a larger one is mapped
+
+
+FileState = tuple[int, int, int] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +173,15 @@ def identity_of(file: np.ndarray) -> int:
 def delta_path(path: str | Path) -> Path:
     """Where the delta of the corpus in a file is."""
     return Path(f"{path}.delta")
+
+
+def state_of(path: str | Path) -> FileState:
+    """What tells a file from another one that takes its place; None for none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def digest_of(file: np.ndarray) -> int:

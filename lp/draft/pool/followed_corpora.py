@@ -7,11 +7,9 @@ tokens in the delta. A delta is of one corpus: beside another one, it is left ou
 
 from __future__ import annotations
 
-import os
 import time
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
@@ -19,6 +17,7 @@ from lp.digest import chain_digest
 from lp.draft.pool.corpus import Corpus
 from lp.draft.pool.corpus_file import (
     UNLISTED,
+    FileState,
     contents_of,
     delta_path,
     digest_of,
@@ -27,6 +26,7 @@ from lp.draft.pool.corpus_file import (
     new_file,
     read_file,
     spans_of,
+    state_of,
 )
 from lp.draft.registry import CallInfo
 from lp.errors import UserError
@@ -34,7 +34,6 @@ from lp.errors import UserError
 UNREADABLE = -1  # no digest is negative
 LOOKS = 3  # of ranks that have nothing yet, while files change
 PAUSE_S = 0.05  # between them
-State = tuple[int, int, int] | None
 
 
 class FollowedCorpora:
@@ -129,7 +128,7 @@ class FollowedCorpus:
     def __init__(self, path: str, vocabulary_size: int) -> None:
         self.path = path
         self._vocabulary_size = vocabulary_size
-        self._states: tuple[State, State] = None, None
+        self._states: tuple[FileState, FileState] = None, None
         self._spans: dict[str, tuple[int, int]] | None = None  # by file, once they are needed
         self.look()
 
@@ -140,7 +139,7 @@ class FollowedCorpus:
             ValueError: it can't be used; said once, and all stays as it was.
         """
         path = delta_path(self.path)
-        before, self._states = self._states, (_state(self.path), _state(path))
+        before, self._states = self._states, (state_of(self.path), state_of(path))
         if self._states == before != (None, None):
             return
         is_new = before[0] is None or self._states[0] != before[0]
@@ -166,15 +165,6 @@ class FollowedCorpus:
 def _spans(file: np.ndarray) -> dict[str, tuple[int, int]]:
     listing = listing_of(file)
     return {each.path: span for each, span in zip(listing.files, spans_of(listing), strict=True)}
-
-
-def _state(path: str | Path) -> State:
-    """What tells a file from another one of its name; None for none."""
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _differing(digests: Sequence[int]) -> str:
