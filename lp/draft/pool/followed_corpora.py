@@ -150,11 +150,11 @@ class FollowedCorpus:
             try:
                 listing = listing_of(delta)
                 spans = spans or _spans(file)
-            except (ValueError, TypeError, KeyError) as error:
+                ranges = sorted(spans[each.path] for each in listing.files if each.path in spans)
+            except (ValueError, TypeError, KeyError, OverflowError) as error:
                 remedy = "delete it, and write the corpus anew"
                 raise UserError(f"{str(path)!r} or its corpus lists no files ({error}); {remedy}") from None
             if listing.base == identity_of(file):
-                ranges = sorted(spans[each.path] for each in listing.files if each.path in spans)
                 gone = [end for span in ranges for end in span]
             else:
                 delta = None
