@@ -148,7 +148,8 @@ class KeptCorpus:
             warnings.warn(f"{str(path)!r} was not written: {error}", stacklevel=2)
         changed = sum(file.num_tokens for file, _ in texts)
         gone = sum(self._base[name][0].num_tokens for name in self._differing if name in self._base)
-        print(f"{path}: {changed:,} tokens of {len(texts):,} files that have changed", flush=True)
+        which = "1 file that has" if len(texts) == 1 else f"{len(texts):,} files that have"
+        print(f"{path}: {changed:,} tokens of {which} changed", flush=True)
         if changed + gone > 2 * MOST_DELTA_TOKENS and self._next is None and time.monotonic() >= self._next_from_s:
             self._rebuild()
 

@@ -131,7 +131,9 @@ def test_a_delta_made_by_hand(tmp_path: Path) -> None:
 
 
 def small(path: Path | str) -> lp.LookaheadConfig:
-    return lp.LookaheadConfig(window_size=2, ngram_size=2, guess_set_size=16, pool_mib=1, adaptive=False, corpora=[str(path)])
+    return lp.LookaheadConfig(
+        window_size=2, ngram_size=2, guess_set_size=16, pool_mib=1, adaptive=False, corpora=[str(path)]
+    )
 
 
 def accepted(output: lp.GenerationOutput) -> list[int]:
