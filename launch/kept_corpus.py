@@ -63,7 +63,7 @@ class KeptCorpus:
         self._listing: Listing | None = None
         self._texts: dict[str, tuple[IndexedFile, np.ndarray]] = {}
         self._take_base()
-        self._texts, self._differing = dict(self._base), set()
+        self._texts, self._differing = dict(self._base), set[str]()
         known = {path: SourceFile(path, file.size, file.modified_ns) for path, (file, _) in self._base.items()}
         paths = known.keys() | watched.files.keys()
         self._update({path for path in paths if known.get(path) != watched.files.get(path)})

@@ -14,7 +14,7 @@ import pytest
 import lp
 from lp.digest import chain_digest
 from lp.draft.pool.corpus import HEADER, Corpus
-from lp.draft.pool.corpus_file import delta_path
+from lp.draft.pool.corpus_file import delta_path, digest_of
 from lp.draft.pool.factory import PoolFactory
 from lp.draft.pool.followed_corpora import FollowedCorpora, FollowedCorpus
 from lp.draft.pool.model_ngrams import write_file
@@ -113,6 +113,27 @@ def test_files_cut_after_any_byte(tmp_path: Path) -> None:
         with pytest.raises(UserWarning, match=r"corpus .*a' can't be read"):
             corpora.follow(INFO)
         assert corpora.follow(INFO) == digest, "said once"
+
+
+def test_a_new_corpus_beside_a_damaged_delta(tmp_path: Path) -> None:
+    """What could not be read once must be looked at again when the other file has changed."""
+    path = tmp_path / "a"
+    written(path, [OLD])
+    followed = FollowedCorpus(str(path), 9)
+    delta_path(path).write_bytes(b"")
+    base = written(path, [OTHER, OLD])
+    with pytest.raises(UserError, match=r"a.delta' can't be read"):
+        followed.look()
+    followed.look()
+    assert digest_of(followed.file) != digest_of(base)
+    write_file(delta_of(base, {"1.py": NEW}, 9), delta_path(path))
+    followed.look()
+    assert digest_of(followed.file) == digest_of(base) and followed.delta is not None and len(followed.gone) == 2
+    path.unlink()
+    with pytest.raises(UserError, match=r"a' can't be read"):
+        followed.look()
+    followed.look()
+    assert digest_of(followed.file) == digest_of(base), "said once"
 
 
 def test_a_delta_made_by_hand(tmp_path: Path) -> None:

@@ -128,8 +128,10 @@ class FollowedCorpus:
     def __init__(self, path: str, vocabulary_size: int) -> None:
         self.path = path
         self._vocabulary_size = vocabulary_size
-        self._states: tuple[FileState, FileState] = None, None
+        self._states: tuple[FileState, FileState] | None = None  # of both files, when they were looked at last
+        self._file_state: FileState = None  # of what `file` was read from
         self._spans: dict[str, tuple[int, int]] | None = None  # by file, once they are needed
+        self.file = np.zeros(0, np.int64)
         self.look()
 
     def look(self) -> None:
@@ -139,12 +141,13 @@ class FollowedCorpus:
             ValueError: it can't be used; said once, and all stays as it was.
         """
         path = delta_path(self.path)
-        before, self._states = self._states, (state_of(self.path), state_of(path))
-        if self._states == before != (None, None):
+        states = state_of(self.path), state_of(path)
+        if states == self._states:
             return
-        is_new = before[0] is None or self._states[0] != before[0]
+        self._states = states
+        is_new = states[0] is None or states[0] != self._file_state
         file = read_file(self.path, self._vocabulary_size) if is_new else self.file
-        delta = None if self._states[1] is None else read_file(str(path), self._vocabulary_size)
+        delta = None if states[1] is None else read_file(str(path), self._vocabulary_size)
         spans, gone = None if is_new else self._spans, list[int]()
         if delta is not None:
             try:
@@ -158,7 +161,8 @@ class FollowedCorpus:
                 gone = [end for span in ranges for end in span]
             else:
                 delta = None
-        self.file, self.delta, self.gone, self._spans = file, delta, gone, spans
+        self.file, self._file_state, self._spans = file, states[0], spans
+        self.delta, self.gone = delta, gone
         self.digest = chain_digest(0, [digest_of(file), 0 if delta is None else digest_of(delta), *gone])
 
 
