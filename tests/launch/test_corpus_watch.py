@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import launch.data.watched_folder
 import launch.kept_corpus
 from launch.corpus import TextReader, build, own_files
 from launch.data.watched_folder import WatchedFolder
@@ -89,8 +90,9 @@ def texts_of(followed: FollowedCorpus) -> dict[str, str]:
     return base
 
 
-def test_changed_new_deleted_and_renamed_files(tmp_path: Path) -> None:
+def test_changed_new_deleted_and_renamed_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An old text is drafted where it is not: what is typed agrees with it the longest."""
+    monkeypatch.setattr(launch.data.watched_folder, "LIST_S", 3600)
     editor = Editor(tmp_path)
     texts = {"a.py": "a = 1\n", "deep/b.py": "b = 1\n", "deep/c.py": "c = 1\n"}
     assert editor.texts() == texts and not delta_path(editor.path).exists()
@@ -145,6 +147,34 @@ def test_gitignore_is_respected_while_it_changes(tmp_path: Path) -> None:
     write(editor.folder, {"a.py": "a = 5\n"})
     write(editor.folder, {"d.py": "dd\n"})
     assert editor.becomes(texts | {".gitignore": "secret*\nbuilt/\na.py\n", "d.py": "dd\n"})
+
+
+def test_what_changed_last_is_looked_at_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a large folder the turn of a file that is typed on comes late."""
+    monkeypatch.setattr(launch.data.watched_folder, "LIST_S", 3600)
+    write(tmp_path, {f"{index}.py": "x\n" for index in range(50)})
+    watched = WatchedFolder(tmp_path, lambda path: False)
+    monkeypatch.setattr(launch.data.watched_folder, "SHARE", -1)
+    write(tmp_path, {"7.py": "typed\n"})
+    assert not watched.look()
+    monkeypatch.setattr(launch.data.watched_folder, "SHARE", 1000)
+    assert watched.look() == {"7.py"}
+    monkeypatch.setattr(launch.data.watched_folder, "SHARE", -1)
+    for text in ("typed on\n", "typed on and on\n"):
+        write(tmp_path, {"7.py": text, "8.py": text})
+        assert watched.look() == {"7.py"} and not watched.look()
+
+
+def test_a_first_file_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder without a file is not looked at: the files are listed now and then."""
+    monkeypatch.setattr(launch.data.watched_folder, "LIST_S", 1)
+    editor = Editor(tmp_path)
+    (editor.folder / "new").mkdir()
+    for _ in range(20):
+        editor.kept.look()
+        time.sleep(0.01)
+    write(editor.folder, {"new/a.py": "n\n"})
+    assert editor.becomes(editor.truth())
 
 
 def test_a_corpus_in_its_own_folder(tmp_path: Path) -> None:
