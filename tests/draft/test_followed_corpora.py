@@ -64,6 +64,10 @@ def test_a_changed_file_has_its_new_text_alone(tmp_path: Path) -> None:
     written(path, [NEW])
     fourth = corpora.follow(INFO)
     assert followers(corpora.indexes, [1, 2, 3]) == {6} and len({first, second, third, fourth}) == 4
+    base = written(path, [OTHER * 2, OLD, NEW])
+    write_file(delta_of(base, {"1.py": []}, 9), delta_path(path))
+    corpora.follow(INFO)
+    assert followers(corpora.indexes, [1, 2, 3]) == {6}, "the file has another place there"
 
 
 def test_a_delta_of_another_corpus_is_left_out(tmp_path: Path) -> None:
