@@ -88,6 +88,7 @@ class FollowedCorpora:
 
     def _look(self, vocabulary_size: int) -> int:
         """A digest of the newest that this rank can read."""
+        self._refusal = None
         try:
             if not self.taken:
                 self._files = [FollowedCorpus(path, vocabulary_size) for path in self.paths]
