@@ -23,9 +23,9 @@ from lp.errors import UserError
 from lp.models.loader import load_tokenizer
 from lp.waits import waiting
 
+from .data.kept_corpus import KeptCorpus
 from .data.source_files import SourceFile, check_folder, source_files, text_of
 from .data.watched_folder import WatchedFolder
-from .kept_corpus import KeptCorpus
 
 MOST_KIB = 1024
 
@@ -127,10 +127,10 @@ class TextReader:
     Args:
         folder: where the files lie.
         tokenizer: makes tokens of them.
-        most_bytes: of a file; larger ones are left out.
+        most_bytes: size of the largest file that is read.
 
     Attributes:
-        digest: of how the tokenizer cuts texts.
+        digest: stands for how the tokenizer cuts texts.
         left_out: counts files that there are no tokens of.
     """
 

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+import launch.data.kept_corpus
 import launch.data.watched_folder
-import launch.kept_corpus
 from launch.corpus import TextReader, build, own_files
+from launch.data.kept_corpus import KeptCorpus
 from launch.data.watched_folder import WatchedFolder
-from launch.kept_corpus import KeptCorpus
 from lp.draft.pool.corpus_file import contents_of, delta_path, identity_of, mapped, new_file
 from lp.draft.pool.followed_corpora import FollowedCorpus
 from lp.errors import UserError
@@ -38,7 +38,7 @@ class Editor:
 
     Attributes:
         folder: the folder, which is a repository.
-        path: of the corpus.
+        path: where the corpus is.
     """
 
     def __init__(self, tmp_path: Path, files: dict[str, str | bytes] = FILES, path: str = "x.corpus") -> None:
@@ -192,7 +192,7 @@ def test_a_corpus_in_its_own_folder(tmp_path: Path) -> None:
 
 def test_the_corpus_is_written_anew_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Edits are followed meanwhile, and those that the new corpus lacks are not lost when it comes."""
-    monkeypatch.setattr(launch.kept_corpus, "MOST_DELTA_TOKENS", 8)
+    monkeypatch.setattr(launch.data.kept_corpus, "MOST_DELTA_TOKENS", 8)
     editor = Editor(tmp_path)
     goes_on, first = threading.Event(), identity_of(mapped(editor.path))
 
@@ -201,7 +201,7 @@ def test_the_corpus_is_written_anew_in_the_background(tmp_path: Path, monkeypatc
             assert goes_on.wait(60)
         return new_file(*args)
 
-    monkeypatch.setattr(launch.kept_corpus, "new_file", sorted_late)
+    monkeypatch.setattr(launch.data.kept_corpus, "new_file", sorted_late)
     write(editor.folder, {"a.py": "a = 2\n" * 9})
     assert editor.becomes(editor.truth())
     write(editor.folder, {"deep/c.py": "c = 3\n" * 4, "late.py": "late\n"})
@@ -227,7 +227,7 @@ class Killed(BaseException):
 @pytest.mark.parametrize("rebuilds", [False, True], ids=["delta", "corpus"])
 def test_a_watch_that_is_killed_at_any_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rebuilds: bool) -> None:
     """Requests have what was there before or what is new, and the next watch has all that was changed."""
-    monkeypatch.setattr(launch.kept_corpus, "MOST_DELTA_TOKENS", 1 if rebuilds else 1 << 20)
+    monkeypatch.setattr(launch.data.kept_corpus, "MOST_DELTA_TOKENS", 1 if rebuilds else 1 << 20)
     write_bytes, replace, unlink = Path.write_bytes, Path.replace, Path.unlink
     editor = Editor(tmp_path)
     left, ended = 0, 0
@@ -299,7 +299,7 @@ def test_a_full_disk_costs_no_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     write(editor.folder, {"a.py": "a = 2\n"})
     with monkeypatch.context() as patched, pytest.warns(UserWarning, match="delta' was not written"):
-        patched.setattr(launch.kept_corpus, "write_file", full)
+        patched.setattr(launch.data.kept_corpus, "write_file", full)
         for _ in range(300):
             editor.kept.look()
             time.sleep(0.001)

@@ -156,7 +156,7 @@ def live_length(corpus, recent, known, row, end, step):
     """How many tokens the text has in common with the first of these rows that is not gone.
 
     Args:
-        corpus, recent, known: as for `find_match`.
+        corpus, recent, known: arguments of `find_match`.
         row, end, step: the rows, of the text's last two tokens, of which SAMPLED are looked at.
 
     Returns:

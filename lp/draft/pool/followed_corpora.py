@@ -43,7 +43,7 @@ class FollowedCorpora:
     with what they took last.
 
     Args:
-        paths: of the files.
+        paths: where the corpora are.
 
     Attributes:
         taken: whether there is something yet.
@@ -113,14 +113,14 @@ class FollowedCorpus:
     """A corpus and its delta, as they were when they could be read last.
 
     Args:
-        path: of the corpus.
+        path: where the corpus is.
         vocabulary_size: V of the model.
 
     Attributes:
         file: the corpus' array.
         delta: its delta's; None for none.
         gone: where ranges of the corpus' tokens that are gone begin and end, in turn.
-        digest: of all three, as far as look-ups read them.
+        digest: stands for all three, as far as look-ups read them.
 
     Raises:
         ValueError: no such file, a damaged one, or one of another model.

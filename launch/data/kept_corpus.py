@@ -30,8 +30,8 @@ from lp.draft.pool.corpus_file import (
 from lp.draft.pool.model_ngrams import write_file
 from lp.errors import UserError
 
-from .data.source_files import SourceFile
-from .data.watched_folder import WatchedFolder
+from .source_files import SourceFile
+from .watched_folder import WatchedFolder
 
 MOST_DELTA_TOKENS = 1 << 15  # and as many that are gone, from which on the corpus is written anew
 REBUILD_SHARE = 0.1  # of the time goes to that, at most
@@ -43,7 +43,7 @@ class KeptCorpus:
     Args:
         watched: the folder.
         tokens: a file's tokens; None for a file that has no place in a corpus.
-        path: of the corpus, which is there.
+        path: where the corpus is.
         vocabulary_size: V.
     """
 
