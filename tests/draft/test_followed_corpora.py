@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import PreTrainedModel
 
 import lp
 from lp.digest import chain_digest
@@ -214,7 +215,7 @@ def test_ranks_take_what_all_of_them_have(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(FollowedCorpus, "look", change_behind)
 
-    def body(context: ParallelContext) -> list[object]:
+    def body(context: ParallelContext) -> list[tuple[list[int], list[int], int]]:
         decoder, seen = lp.LookaheadDecoder(model, small(path), context), []
         assert isinstance(decoder.factory, PoolFactory)
         for changes in (None, 0, ranks, 0):  # looks of all ranks
@@ -232,9 +233,9 @@ def test_ranks_take_what_all_of_them_have(tmp_path: Path, monkeypatch: pytest.Mo
     assert all(tokens == plain for tokens, _, _ in told[0])
 
 
-def own_files(context: ParallelContext, model: object, paths: Sequence[Path]) -> lp.LookaheadDecoder:
+def own_files(context: ParallelContext, model: PreTrainedModel, paths: Sequence[Path]) -> lp.LookaheadDecoder:
     """A decoder that reads a file of its rank's own, as if each machine had its own disk."""
-    decoder = lp.LookaheadDecoder(model, small("here"), context)  # type: ignore[arg-type]
+    decoder = lp.LookaheadDecoder(model, small("here"), context)
     decoder.factory = PoolFactory(small(paths[context.rank]))
     return decoder
 

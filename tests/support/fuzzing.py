@@ -274,16 +274,16 @@ def _memory(case: Case, turns: Sequence[Turn], folder: str) -> dict[str, Any]:
     rng = random.Random(f"corpora-{case.corpora}")
     vocabulary, paths = _vocabulary(case), []
     for index in range(rng.randint(1, 4) if case.corpora else 0):
-        path = Path(folder, str(index))
+        place = Path(folder, str(index))
         corpus = corpus_of(_alike(rng, turns, vocabulary), vocabulary)
-        write_file(corpus, path)
-        paths.append(str(path))
+        write_file(corpus, place)
+        paths.append(str(place))
         own = random.Random(f"delta-{case.corpora}-{index}")
         if own.random() < 0.5:  # files that are there and others have changed, and some were deleted
             texts = _alike(own, turns, vocabulary)
             names = own.sample(range(2 * len(texts)), len(texts))
             changed = {f"{name}.py": own.choice([text, text, []]) for name, text in zip(names, texts, strict=True)}
-            write_file(delta_of(corpus, changed, vocabulary), delta_path(path))
+            write_file(delta_of(corpus, changed, vocabulary), delta_path(place))
     if not case.history:
         return {"corpora": paths}
     history = HistoryFile(path := str(Path(folder, "history")), vocabulary, rng.choice([40, 1000]))
