@@ -1,14 +1,15 @@
-"""`lp corpus build FOLDER --model MODEL -o FILE`: make a corpus of a folder's files, for the pool.
+"""`lp corpus build|watch FOLDER --model MODEL -o FILE`: make a corpus of a folder's files, for the pool.
 
 Where the end of a text comes in these files too, the pool drafts what followed there (pool.corpora=[FILE]). What
-.gitignore names is left out, and so are binary files. Built again, files that have not changed are not read. The
-corpus holds the files' text: keep it where they may be.
+.gitignore names is left out, and so are binary files. Built again, files that have not changed are not read. With
+`watch` it stays as the files are while they are edited. The corpus holds the files' text: keep it where they may be.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,15 @@ from typing import Any
 import numpy as np
 
 from lp.digest import chain_digest
-from lp.draft.pool.corpus_file import IndexedFile, Listing, contents_of, mapped, new_file
+from lp.draft.pool.corpus_file import IndexedFile, Listing, contents_of, delta_path, mapped, new_file
 from lp.draft.pool.model_ngrams import write_file
 from lp.errors import UserError
 from lp.models.loader import load_tokenizer
 from lp.waits import waiting
 
-from .data.source_files import SourceFile, source_files, text_of
+from .data.kept_corpus import KeptCorpus
+from .data.source_files import SourceFile, check_folder, source_files, text_of
+from .data.watched_folder import WatchedFolder
 
 MOST_KIB = 1024
 
@@ -42,73 +45,116 @@ class LeftOut:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `lp corpus` to its parser."""
-    commands = parser.add_subparsers(required=True, metavar="build")
-    build = commands.add_parser("build", help="make a corpus of a folder's files")
-    build.add_argument("folder", metavar="FOLDER", type=Path, help="whose files are read, and those below it")
-    build.add_argument("--model", required=True, help="whose tokenizer it is for: a folder, a name on the hub, or demo")
-    build.add_argument("-o", "--output", required=True, type=Path, help="the file")
-    build.add_argument(
-        "--most-kib", type=int, default=MOST_KIB, help=f"of a file; larger ones are left out ({MOST_KIB})"
-    )
+    commands = parser.add_subparsers(required=True, metavar="build|watch")
+    for name, action, what in (
+        ("build", build, "make a corpus of a folder's files"),
+        ("watch", watch, "make it, and keep it as the files are while they change, until Ctrl-C"),
+    ):
+        command = commands.add_parser(name, help=what)
+        command.set_defaults(action=action)
+        command.add_argument("folder", metavar="FOLDER", type=Path, help="whose files are read, and those below it")
+        command.add_argument(
+            "--model", required=True, help="whose tokenizer it is for: a folder, a name on the hub, or demo"
+        )
+        command.add_argument("-o", "--output", required=True, type=Path, help="the file")
+        command.add_argument(
+            "--most-kib", type=int, default=MOST_KIB, help=f"of a file; larger ones are left out ({MOST_KIB})"
+        )
 
 
 def run(args: argparse.Namespace) -> None:
-    """Read the files, sort their places, and write the corpus; nothing is written where nothing has changed.
+    """Make a corpus, and keep it if that is asked for.
 
     Raises:
         UserError: no such folder or model, or nowhere to write: before anything is read.
     """
-    path: Path = args.output
     if args.most_kib < 1:
         raise UserError(f"--most-kib is {args.most_kib}; it must be 1 at least")
-    if not os.access(path.absolute().parent, os.W_OK | os.X_OK):
-        raise UserError(f"no file can be written to the folder {str(path.parent)!r}; give another path with -o")
-    files = [file for file in source_files(args.folder) if not _is_same(args.folder / file.path, path)]
+    if not os.access(args.output.absolute().parent, os.W_OK | os.X_OK):
+        folder = str(args.output.parent)
+        raise UserError(f"no file can be written to the folder {folder!r}; give another path with -o")
+    check_folder(args.folder)
     with waiting(f"loading the tokenizer of {args.model}"):
         tokenizer, vocabulary_size = load_tokenizer(args.model)
-    listing = Listing(str(args.folder.resolve()), tokenizer_digest(tokenizer), [])
+    args.action(TextReader(args.folder, tokenizer, args.most_kib << 10), args.output, vocabulary_size)
+
+
+def watch(reader: TextReader, path: Path, vocabulary_size: int) -> None:
+    """Build the corpus, and keep it as the files are, until Ctrl-C."""
+    build(reader, path, vocabulary_size)
+    watched = WatchedFolder(reader.folder, own_files(reader.folder, path))
+    KeptCorpus(watched, reader.tokens, path, vocabulary_size).keep()
+
+
+def build(reader: TextReader, path: Path, vocabulary_size: int) -> None:
+    """Read the files, sort their places, and write the corpus; nothing is written where nothing has changed."""
+    is_own = own_files(reader.folder, path)
+    files = [file for file in source_files(reader.folder) if not is_own(file.path)]
+    listing = Listing(str(reader.folder.resolve()), reader.digest, [])
     before = known_texts(path, listing)
-    texts, left_out, reused = [], LeftOut(), 0
+    texts, reused = [], 0
     with waiting("reading files", len(files), "files") as wait:
         for file in files:
             wait.done += 1
-            if file.size > args.most_kib << 10:
-                left_out.large += 1
-                continue
             key = (file.path, file.size, file.modified_ns)
             tokens = before.get(key)
             reused += tokens is not None
             if tokens is None:
-                tokens = tokens_of(args.folder, file, tokenizer, left_out)
+                tokens = reader.tokens(file)
             if tokens is not None:
                 texts.append(tokens)
                 listing.files.append(IndexedFile(*key, len(tokens)))
     total = sum(map(len, texts))
     if not total:
-        raise UserError(f"{str(args.folder)!r} has no text to read (left out: {left_out}); give another folder")
+        where = str(reader.folder)
+        raise UserError(f"{where!r} has no text to read (left out: {reader.left_out}); give another folder")
     if reused == len(texts) == len(before) and mapped(path)[1] == vocabulary_size:
         print(f"{path}: as it was, {total:,} tokens of {len(texts):,} files")
-        return
-    with waiting(f"sorting {total:,} tokens"):
-        corpus = new_file(vocabulary_size, texts, listing)
-    write_file(corpus, path)
-    print(
-        f"{path}: {total:,} tokens of {len(texts):,} files, {reused:,} of which have not changed; "
-        f"left out: {left_out}; {corpus.nbytes / 2**20:.1f} MiB"
-    )
+    else:
+        with waiting(f"sorting {total:,} tokens"):
+            corpus = new_file(vocabulary_size, texts, listing)
+        write_file(corpus, path)
+        print(
+            f"{path}: {total:,} tokens of {len(texts):,} files, {reused:,} of which have not changed; "
+            f"left out: {reader.left_out}; {corpus.nbytes / 2**20:.1f} MiB"
+        )
+    delta_path(path).unlink(missing_ok=True)  # whatever it had is in the corpus now
 
 
-def tokens_of(folder: Path, file: SourceFile, tokenizer: Any, left_out: LeftOut) -> np.ndarray | None:
-    """A file's tokens, int32; None for a binary file, or one that is gone by now."""
-    try:
-        text = text_of(folder / file.path)
-    except OSError:
-        left_out.vanished += 1
-        return None
-    if text is None:
-        left_out.binary += 1
-        return None
-    return np.array(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], np.int32)
+class TextReader:
+    """Reads the texts of a folder's files, as tokens.
+
+    Args:
+        folder: where the files lie.
+        tokenizer: makes tokens of them.
+        most_bytes: size of the largest file that is read.
+
+    Attributes:
+        digest: stands for how the tokenizer cuts texts.
+        left_out: counts files that there are no tokens of.
+    """
+
+    def __init__(self, folder: Path, tokenizer: Any, most_bytes: int) -> None:
+        self.folder = folder
+        self.digest = tokenizer_digest(tokenizer)
+        self.left_out = LeftOut()
+        self._tokenizer = tokenizer
+        self._most_bytes = most_bytes
+
+    def tokens(self, file: SourceFile) -> np.ndarray | None:
+        """A file's tokens, int32; None for one that is too large, binary, or gone by now."""
+        if file.size > self._most_bytes:
+            self.left_out.large += 1
+            return None
+        try:
+            text = text_of(self.folder / file.path)
+        except OSError:
+            self.left_out.vanished += 1
+            return None
+        if text is None:
+            self.left_out.binary += 1
+            return None
+        return np.array(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], np.int32)
 
 
 def tokenizer_digest(tokenizer: Any) -> int:
@@ -134,6 +180,7 @@ def known_texts(path: Path, listing: Listing) -> dict[tuple[str, int, int], np.n
     return {(file.path, file.size, file.modified_ns): text for file, text in zip(found[0].files, found[1], strict=True)}
 
 
-def _is_same(one: Path, other: Path) -> bool:
-    """Whether two paths are of the same file: the corpus may lie in its own folder."""
-    return other.exists() and one.samefile(other)
+def own_files(folder: Path, path: Path) -> Callable[[str], bool]:
+    """Says of a file in a folder whether it is the corpus in `path`, or lies beside it and belongs to it."""
+    own = os.path.relpath(path.resolve(), folder.resolve())
+    return lambda name: name == own or name.startswith(f"{own}.")

@@ -150,8 +150,8 @@ class LookaheadConfig(RefusesRemoved):
         history: a file that texts are added to once they have ended, and made if it isn't there: where the end of a
             later text came in one of them, what followed there is drafted. It holds what was generated, and the end of
             its prompt; None: nothing is kept.
-        corpora: files of `lp corpus build`, at most 4: where the end of a text comes in one of them too, what followed
-            there is drafted.
+        corpora: files of `lp corpus`, at most 4, looked at again as each text begins: where the end of a text comes in
+            one of them too, what followed there is drafted.
         ablation: parts of the method to leave out, for studies of what each is worth.
         adaptive: W and G are bounds of each rank's step, which takes what pays on this machine; None is true if none of
             W, N and G is given. Never None once the config is made.

@@ -35,6 +35,7 @@ from safetensors.numpy import load_file, save_file
 
 import lp
 from launch.data.prompts import load_builtin, load_jsonl
+from lp.draft.pool.corpus import Corpus
 from lp.draft.pool.factory import _shipped_weights
 from lp.draft.pool.mixture import FEATURES, LEVELS, TOGETHER_0, predict
 from lp.draft.pool.model_ngrams import AUTO, read_file
@@ -115,7 +116,8 @@ class Recorder(lp.LookaheadDecoder):
                 self.config.ablation.num_logits, self.config.pool_mib, shipped["weights"], 1 + shipped["squares"]
             )
             temperature = sampler.processors.temperature
-            return kind(self.config, request.prompt, sampler.noise_key, tables, ngrams, temperature, corpora)
+            known = [*map(Corpus.of, corpora)]
+            return kind(self.config, request.prompt, sampler.noise_key, tables, ngrams, temperature, known)
 
         recording = pool(RecordingPool, self.model_ngrams, self.corpora)
         assert isinstance(recording, RecordingPool)

@@ -178,8 +178,8 @@ class PoolSchema:
         history: a file that texts are added to once they have ended, made if it isn't there: where the end of a later
             text came in one of them, the pool drafts what followed there. It holds what was generated, and the end of
             its prompt.
-        corpora: files of `lp corpus build`, at most 4, as [FILE]: where the end of a text comes in one of them too, the
-            pool drafts what followed there.
+        corpora: files of `lp corpus`, at most 4, as [FILE], looked at again as each text begins: where the end of a
+            text comes in one of them too, the pool drafts what followed there.
     """
 
     scope: str = "request"

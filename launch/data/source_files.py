@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import subprocess
 import tempfile
 import warnings
@@ -37,19 +39,29 @@ def source_files(folder: Path) -> list[SourceFile]:
     Raises:
         ValueError: no such folder.
     """
-    if not folder.is_dir():
-        raise UserError(f"{str(folder)!r} is no folder; give one with the files to read")
+    check_folder(folder)
     found = []
     for path in sorted(set(_paths(folder))):
-        place = folder / path
-        if place.is_symlink():
+        place = os.path.join(folder, path)
+        try:
+            state = os.lstat(place)
+        except OSError:
             continue
-        if place.is_dir():  # git names a repository in another one, and not its files
-            found += [replace(file, path=str(Path(path) / file.path)) for file in source_files(place)]
-        elif place.is_file():
-            state = place.stat()
+        if stat.S_ISDIR(state.st_mode):  # git names a repository in another one, and not its files
+            found += [replace(file, path=os.path.join(path, file.path)) for file in source_files(Path(place))]
+        elif stat.S_ISREG(state.st_mode):
             found.append(SourceFile(path, state.st_size, state.st_mtime_ns))
     return found
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse what is no folder.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{str(folder)!r} is no folder; give one with the files to read")
 
 
 def text_of(path: Path) -> str | None:

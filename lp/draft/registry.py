@@ -43,6 +43,10 @@ def _alone(numbers: Sequence[int] | None) -> Sequence[int] | None:
     return numbers
 
 
+def _one(number: int) -> Sequence[int]:
+    return [number]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallInfo:
     """What a factory may know of a `generate` call before its text begins; every rank knows the same.
@@ -54,6 +58,7 @@ class CallInfo:
             remembered.
         is_main: whether this is the one rank that may write files.
         share: hands rank 0's numbers, int64, or None, to every rank.
+        gather: hands every rank's number, int64, to every rank, by rank.
     """
 
     vocabulary_size: int
@@ -61,6 +66,7 @@ class CallInfo:
     owner: str | None = ""
     is_main: bool = True
     share: Callable[[Sequence[int] | None], Sequence[int] | None] = _alone
+    gather: Callable[[int], Sequence[int]] = _one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

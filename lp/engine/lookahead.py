@@ -35,7 +35,7 @@ from lp.models.digests import model_digests
 from lp.models.kv_cache import StaticKVCache
 from lp.models.loader import vocabulary_size
 from lp.models.vocabulary import embedded_tokens
-from lp.parallel.agreement import check_same
+from lp.parallel.agreement import check_same, exchange
 from lp.parallel.context import ParallelContext
 from lp.parallel.message import check_vocabulary
 from lp.sampling.grammar import Cursor
@@ -227,6 +227,7 @@ class LookaheadDecoder(BatchDecoder):
             "owner": owner,
             "is_main": self.context.is_main,
             "share": partial(self.context.share_numbers, call="opening a history"),
+            "gather": lambda number: exchange(self.context.ranks, "looking at corpora", [number])[:, 0].tolist(),
         }
 
     @property

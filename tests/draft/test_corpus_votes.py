@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import lp
-from lp.draft.pool.corpus import MAX_MATCH, SAMPLED
+from lp.draft.pool.corpus import MAX_MATCH, SAMPLED, Corpus
 from lp.draft.pool.factory import PoolFactory, fresh_tables
 from lp.draft.pool.mixture import (
     CORPUS_0,
@@ -37,7 +37,7 @@ SMALL = lp.LookaheadConfig(pool_mib=1, window_size=0, ngram_size=2, guess_set_si
 
 
 def pool_with(corpora: Sequence[np.ndarray], prompt: Sequence[int], weights: np.ndarray | None = None) -> NGramPool:
-    return NGramPool(SMALL, prompt, None, empty_tables(SMALL, weights), corpora=corpora)
+    return NGramPool(SMALL, prompt, None, empty_tables(SMALL, weights), corpora=[*map(Corpus.of, corpora)])
 
 
 def corpus_votes(at: Ballot) -> dict[int, int]:
@@ -144,7 +144,8 @@ def test_a_long_match_is_followed_deep() -> None:
     rng = random.Random(0)
     file = [rng.randrange(1000) for _ in range(80)]
     text = [5, 6, *file[:20]]
-    pool = NGramPool(SMALL, text, None, fresh_tables(SMALL, 1000), corpora=[corpus_of([file, [9, 8, 7]], 1000)])
+    of_file = Corpus.of(corpus_of([file, [9, 8, 7]], 1000))
+    pool = NGramPool(SMALL, text, None, fresh_tables(SMALL, 1000), corpora=[of_file])
     tree = pool.propose(text, 40)
     path, node = [], -1
     while node in list(tree.parents):
@@ -152,7 +153,7 @@ def test_a_long_match_is_followed_deep() -> None:
         path.append(tree.tokens[node])
     assert len(path) >= 24 and path == file[20 : 20 + len(path)]
     text = [*file[:70]]
-    pool = NGramPool(SMALL, text, None, fresh_tables(SMALL, 1000), corpora=[corpus_of([file, [9, 8, 7]], 1000)])
+    pool = NGramPool(SMALL, text, None, fresh_tables(SMALL, 1000), corpora=[of_file])
     tree = pool.propose(text, 40)
     assert [*tree.tokens][:10] == file[70:] and 9 not in tree.tokens
 
@@ -170,7 +171,7 @@ def test_weights_of_a_corpus_follow_the_text() -> None:
     """A repository whose files mislead is to be believed less and less."""
     rng = random.Random(1)
     pairs = [(key, rng.randrange(40)) for key in range(100, 300)]
-    corpus = corpus_of([[key, key, key, value] for key, value in pairs], 300)
+    corpus = Corpus.of(corpus_of([[key, key, key, value] for key, value in pairs], 300))
     config = lp.LookaheadConfig(pool_mib=1)
     probs = []
     for right in (True, False):

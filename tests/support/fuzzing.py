@@ -17,6 +17,7 @@ import transformers as tf
 from transformers import PreTrainedModel
 
 import lp
+from lp.draft.pool.corpus_file import delta_path
 from lp.draft.pool.history_file import HistoryFile
 from lp.draft.pool.model_ngrams import write_file
 from lp.models.loader import context_limit
@@ -24,7 +25,7 @@ from lp.models.tensor_parallel import divide
 from lp.parallel.context import ParallelContext
 from tests.support.adapted import NAMES, add_adapters
 from tests.support.captured import captured_runner
-from tests.support.corpora import corpus_of
+from tests.support.corpora import corpus_of, delta_of
 from tests.support.drawn_cases import PEERS, PROCESSORS, Case
 from tests.support.image_models import IMAGE, VIDEO, image_model, image_prompt, video_prompt
 from tests.support.pools import drawn_step_times
@@ -273,9 +274,16 @@ def _memory(case: Case, turns: Sequence[Turn], folder: str) -> dict[str, Any]:
     rng = random.Random(f"corpora-{case.corpora}")
     vocabulary, paths = _vocabulary(case), []
     for index in range(rng.randint(1, 4) if case.corpora else 0):
-        path = Path(folder, str(index))
-        write_file(corpus_of(_alike(rng, turns, vocabulary), vocabulary), path)
-        paths.append(str(path))
+        place = Path(folder, str(index))
+        corpus = corpus_of(_alike(rng, turns, vocabulary), vocabulary)
+        write_file(corpus, place)
+        paths.append(str(place))
+        own = random.Random(f"delta-{case.corpora}-{index}")
+        if own.random() < 0.5:  # files that are there and others have changed, and some were deleted
+            texts = _alike(own, turns, vocabulary)
+            names = own.sample(range(2 * len(texts)), len(texts))
+            changed = {f"{name}.py": own.choice([text, text, []]) for name, text in zip(names, texts, strict=True)}
+            write_file(delta_of(corpus, changed, vocabulary), delta_path(place))
     if not case.history:
         return {"corpora": paths}
     history = HistoryFile(path := str(Path(folder, "history")), vocabulary, rng.choice([40, 1000]))

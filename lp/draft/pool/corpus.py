@@ -7,16 +7,19 @@ behind them; the rows, which are the places in them that have two tokens of a fi
 tokens there read backwards; the distinct last two tokens of rows, by the newest; where the rows of each begin. Last
 comes what the files are, as JSON. So the rows that end alike are neighbours, whatever the length.
 
+What has changed since is told beside it: ranges of tokens that are gone, whose rows no look-up finds.
+
 V: vocabulary; n: tokens, separators included; r: rows; d: distinct last two tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from lp.compiled import compiled_array, jit
+from lp.compiled import compiled_array, compiled_ints, jit
 
 MAX_MATCH = 32  # tokens of the longest match
 SAMPLED = 32  # rows of a match of which the followers are counted; more are counted in part, evenly spread
@@ -25,7 +28,7 @@ HEADER = 8  # int64 numbers: a mark, V, n, r, d, bytes of JSON, digest of what l
 
 
 class Corpus(NamedTuple):
-    """A corpus as compiled functions take it: its numbers, and where each kind begins. V = 0: none."""
+    """A corpus as compiled functions take it: its numbers, where each kind begins, and what is gone. V = 0: none."""
 
     vocabulary: int  # V
     numbers: Any  # int32: the whole file
@@ -34,15 +37,17 @@ class Corpus(NamedTuple):
     firsts: int  # of every newest token, the first of its last two
     pairs: int  # the older of the last two tokens
     starts: int  # the first row of the last two tokens
+    gone: Any  # int64: where ranges of tokens that are gone begin and end, in turn and in order
 
     @classmethod
-    def of(cls, file: np.ndarray | None) -> Corpus:
+    def of(cls, file: np.ndarray | None, gone: Sequence[int] = ()) -> Corpus:
         """A corpus for compiled functions, from the contents of a file; None gives none."""
+        ranges = compiled_ints(gone)
         if file is None:
-            return cls(0, compiled_array(np.zeros(2 * HEADER, np.int32)), 0, 0, 0, 0, 0)
+            return cls(0, compiled_array(np.zeros(2 * HEADER, np.int32)), 0, 0, 0, 0, 0, ranges)
         at = places_of(file)
         numbers = compiled_array(np.asarray(file).view(np.int32))
-        return cls(int(file[1]), numbers, at.tokens, at.rows, at.firsts, at.pairs, at.starts)
+        return cls(int(file[1]), numbers, at.tokens, at.rows, at.firsts, at.pairs, at.starts, ranges)
 
 
 class Places(NamedTuple):
@@ -107,6 +112,11 @@ def find_match(corpus, recent, known):
             high = middle
             above = length
     length = max(below, above)
+    if len(corpus.gone) > 0:
+        below = live_length(corpus, recent, known, low - 1, begin - 1, -1)
+        length = max(below, live_length(corpus, recent, known, low, end, 1))
+        if length == 0:
+            return 0, 0, 0
     if length == 2:
         return 2, begin, end
     first, step, grows = low, 1, True
@@ -129,6 +139,43 @@ def find_match(corpus, recent, known):
 
 
 @jit
+def is_gone(corpus, place):
+    """Whether a token's place lies in a range that is gone: an odd number of ends of ranges is not behind it."""
+    low, high = 0, len(corpus.gone)
+    while low < high:
+        middle = (low + high) // 2
+        if corpus.gone[middle] <= place:
+            low = middle + 1
+        else:
+            high = middle
+    return low % 2 == 1
+
+
+@jit
+def live_length(corpus, recent, known, row, end, step):
+    """How many tokens the text has in common with the first of these rows that is not gone.
+
+    Args:
+        corpus, recent, known: arguments of `find_match`.
+        row, end, step: the rows, of the text's last two tokens, of which SAMPLED are looked at.
+
+    Returns:
+        Their number, 0 where all rows are gone.
+    """
+    looked_at = 0
+    while row != end and looked_at < SAMPLED:
+        place = corpus.numbers[corpus.rows + row]
+        if not is_gone(corpus, place):
+            length = 2
+            while length < known and corpus.numbers[corpus.tokens + place - length] == recent[length]:
+                length += 1
+            return length
+        row += step
+        looked_at += 1
+    return 0
+
+
+@jit
 def agrees(corpus, recent, row, length):
     """Whether a row of the same last two tokens ends with the newest `length` tokens."""
     newest = corpus.tokens + corpus.numbers[corpus.rows + row]
@@ -140,7 +187,7 @@ def agrees(corpus, recent, row, length):
 
 @jit
 def count_followers(corpus, first, behind, followers, counts):
-    """Count what followed the rows of a match, or SAMPLED of them, evenly spread.
+    """Count what followed the rows of a match, or SAMPLED of them, evenly spread; none that is gone.
 
     Args:
         corpus: Corpus.
@@ -149,14 +196,18 @@ def count_followers(corpus, first, behind, followers, counts):
         counts: int64 (SAMPLED,), gets how many rows each has.
 
     Returns:
-        How many followers there are, and how many rows were counted.
+        How many followers there are, how many rows were counted, and the place of the only row there is, or -1.
     """
     rows = behind - first
-    counted = min(rows, SAMPLED)
-    found = 0
-    for sample in range(counted):
-        row = first + sample * rows // counted
-        follower = corpus.numbers[corpus.tokens + corpus.numbers[corpus.rows + row] + 1]
+    looked_at = min(rows, SAMPLED)
+    found, counted, last = 0, 0, -1
+    for sample in range(looked_at):
+        place = corpus.numbers[corpus.rows + first + sample * rows // looked_at]
+        if is_gone(corpus, place):
+            continue
+        last = place
+        counted += 1
+        follower = corpus.numbers[corpus.tokens + place + 1]
         index = 0
         while index < found and followers[index] != follower:
             index += 1
@@ -165,4 +216,4 @@ def count_followers(corpus, first, behind, followers, counts):
             counts[index] = 0
             found += 1
         counts[index] += 1
-    return found, counted
+    return found, counted, last if counted == 1 and looked_at == rows else -1

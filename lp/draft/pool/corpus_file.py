@@ -8,6 +8,7 @@ is checked when it is opened.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -24,6 +25,9 @@ from lp.errors import UserError
 MARK = 0x73757072_6F6331  # of such a file, and of how it is laid out
 MAX_TOKENS = (1 << 31) - 16
 READ_BYTES = 64 << 20  # of a file that is read; a larger one is mapped
+
+
+FileState = tuple[int, int, int] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +55,16 @@ class Listing:
         folder: where the files lie.
         tokenizer: a digest of what made tokens of them.
         files: all files, in the order of their tokens.
+        base: 0, or for a delta the digest of the corpus in which these files stand for those of the same path.
     """
 
     folder: str
     tokenizer: int
     files: list[IndexedFile]
+    base: int = 0
+
+
+UNLISTED = Listing("", 0, [])  # of an index that lies in no file
 
 
 def new_file(vocabulary_size: int, texts: Sequence[np.ndarray], listing: Listing) -> np.ndarray:
@@ -156,6 +165,25 @@ def mapped(path: str | Path) -> np.ndarray:
     return file
 
 
+def identity_of(file: np.ndarray) -> int:
+    """The digest of all that the file has: a delta names its corpus by it."""
+    return int(file[7])
+
+
+def delta_path(path: str | Path) -> Path:
+    """Where the delta of the corpus in a file is."""
+    return Path(f"{path}.delta")
+
+
+def state_of(path: str | Path) -> FileState:
+    """What tells a file from another one that takes its place; None for none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
 def digest_of(file: np.ndarray) -> int:
     """The digest of what look-ups read, for ranks to compare: machines may keep the same files in other folders."""
     return int(file[6])
@@ -165,13 +193,21 @@ def contents_of(file: np.ndarray) -> tuple[Listing, list[np.ndarray]] | None:
     """What the files were, and the tokens of each; None where the file is damaged."""
     if not _is_whole(file):
         return None
-    at, numbers = places_of(file), np.asarray(file).view(np.int32)
-    data = numbers[at.listing :].tobytes()[: int(file[5])]
+    at, numbers, listing = places_of(file), np.asarray(file).view(np.int32), listing_of(file)
+    return listing, [numbers[at.tokens + begin : at.tokens + end] for begin, end in spans_of(listing)]
+
+
+def listing_of(file: np.ndarray) -> Listing:
+    """What the files were, of a file that is whole."""
+    data = np.asarray(file).view(np.int32)[places_of(file).listing :].tobytes()[: int(file[5])]
     listed = json.loads(data)
-    files = [IndexedFile(**each) for each in listed.pop("files")]
-    ends = at.tokens + np.cumsum([each.num_tokens + 1 for each in files], dtype=np.int64)
-    texts = [numbers[end - each.num_tokens : end] for each, end in zip(files, ends.tolist(), strict=True)]
-    return Listing(**listed, files=files), texts
+    return Listing(**listed | {"files": [IndexedFile(**each) for each in listed["files"]]})
+
+
+def spans_of(listing: Listing) -> list[tuple[int, int]]:
+    """Where the tokens of each file begin and end, among all tokens."""
+    ends = np.cumsum([each.num_tokens + 1 for each in listing.files], dtype=np.int64).tolist()
+    return [(end - each.num_tokens, end) for each, end in zip(listing.files, ends, strict=True)]
 
 
 def _is_whole(file: np.ndarray) -> bool:

@@ -21,7 +21,8 @@ from safetensors.numpy import load_file, save_file
 
 from lp.config import LookaheadConfig, PoolScope
 from lp.digest import chain_digest
-from lp.draft.pool import corpus_file
+from lp.draft.pool.corpus import Corpus
+from lp.draft.pool.followed_corpora import FollowedCorpora
 from lp.draft.pool.history import MOST_TOKENS, History
 from lp.draft.pool.history_file import HistoryFile
 from lp.draft.pool.model_ngrams import read_file
@@ -53,8 +54,8 @@ class PoolFactory(SourceFactory):
         self._histories: dict[str, History] = {}  # of every owner
         self._thread = ThreadPoolExecutor(1)  # makes the indexes of histories; none is started before one is asked for
         self._model_ngrams: np.ndarray | None = None
-        self._corpora: list[np.ndarray] = []
-        self._digests: dict[str, int] | None = None  # of model n-grams and corpora, once they are read
+        self._ngrams_digest: int | None = None  # once they are read
+        self._corpora = FollowedCorpora(config.corpora)
 
     def new_source(self, call: Call) -> NGramPool:
         """The pool of one call.
@@ -65,7 +66,9 @@ class PoolFactory(SourceFactory):
         """
         from lp.draft.pool.ngram_pool import NGramPool
 
-        self._read(call.model_folder, call.vocabulary_size)
+        self._read_ngrams(call)
+        if not self._corpora.taken:
+            self._corpora.follow(call)
         history, tables = self._history(call), self._session(call)
         if tables is None:
             tables = fresh_tables(self.config, call.vocabulary_size, self._needed_mib(call))
@@ -76,7 +79,7 @@ class PoolFactory(SourceFactory):
             tables,
             self._model_ngrams,
             call.temperature,
-            [*(history.indexes if history else []), *self._corpora],
+            [*map(Corpus.of, history.indexes if history else []), *self._corpora.indexes],
             partial(self._text_ended, call),
         )
 
@@ -87,7 +90,7 @@ class PoolFactory(SourceFactory):
             ValueError: no file of model n-grams, or no corpus, where one is asked for; a history or a session's file
                 that can't be used.
         """
-        digests = self._read(info.model_folder, info.vocabulary_size)
+        digests = {"model n-grams": self._read_ngrams(info), "corpora": self._corpora.follow(info)}
         is_open = info.owner in self.tables
         history, tables = self._history(info), self._session(info)
         pool = 0 if tables is None or is_open else tables_digest(tables)
@@ -121,16 +124,13 @@ class PoolFactory(SourceFactory):
             except (OSError, SafetensorError) as error:  # a full disk must not cost the text
                 warnings.warn(f"pool_file {file} was not written: {error}", stacklevel=2)
 
-    def _read(self, model_folder: str, vocabulary_size: int) -> dict[str, int]:
-        """Read the model's n-grams and the corpora, once; returns their digests, 0 for none."""
-        if self._digests is None:
-            ngrams = self._model_ngrams = read_file(self.config.pool_model_ngrams, model_folder, vocabulary_size)
-            self._corpora = [corpus_file.read_file(path, vocabulary_size) for path in self.config.corpora]
-            self._digests = {
-                "model n-grams": 0 if ngrams is None else chain_digest(0, ngrams.ravel()),
-                "corpora": chain_digest(0, [corpus_file.digest_of(file) for file in self._corpora]),
-            }
-        return self._digests
+    def _read_ngrams(self, info: CallInfo) -> int:
+        """Read the model's n-grams, once; returns their digest, 0 for none."""
+        if self._ngrams_digest is None:
+            ngrams = read_file(self.config.pool_model_ngrams, info.model_folder, info.vocabulary_size)
+            self._model_ngrams = ngrams
+            self._ngrams_digest = 0 if ngrams is None else chain_digest(0, ngrams.ravel())
+        return self._ngrams_digest
 
     def _needed_mib(self, call: Call) -> int:
         """Clearing more than a text can fill takes time."""

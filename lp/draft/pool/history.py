@@ -15,12 +15,11 @@ import numpy as np
 
 from lp.digest import chain_digest
 from lp.draft.pool.corpus import MAX_MATCH
-from lp.draft.pool.corpus_file import Listing, new_file
+from lp.draft.pool.corpus_file import UNLISTED, new_file
 from lp.draft.pool.history_file import HistoryFile, newest
 
 MOST_TOKENS = 1 << 20  # of a history; the oldest texts leave
 RECENT_TOKENS = 1 << 13  # after so many new ones the large index is made anew
-UNLISTED = Listing("", 0, [])
 
 
 class History:

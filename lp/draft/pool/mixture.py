@@ -64,7 +64,7 @@ from lp.draft.pool.tables import (
 from lp.sampling.noise import BELOW_1, sequence_key
 from lp.sampling.top_logits import LOGIT, TOKEN
 
-MAX_INDEXES = MAX_CORPORA + 2  # corpora and the two of a history: compiled functions take as many, there or not
+MAX_INDEXES = MAX_CORPORA + 3  # corpora, their delta, a history's two: compiled functions take as many, there or not
 MAX_CHOICES = 32  # tokens voted for behind one context
 # The contexts that are looked up, by kind and order. A window n-gram has at least one token, so its order 0 is not
 # used: it is the last of the text's.
@@ -159,14 +159,14 @@ def new_predictor(
     noise: tuple[int, int] | None,
     model_ngrams: np.ndarray | None = None,
     temperature: float = 1.0,
-    corpora: Sequence[np.ndarray] = (),
+    corpora: Sequence[Corpus] = (),
 ) -> Predictor:
     """Predictions from K logits, from these kinds of memory, under the noise of a (seed, sequence) or none.
 
     Args:
         model_ngrams: a file's array; None: none.
         temperature: the sampler's temperature.
-        corpora: arrays of corpora's files.
+        corpora: at most MAX_INDEXES; of those with a match of one length, the first votes.
     """
     of_model = ModelNgrams.of(model_ngrams)
     votes = 2 * (len(ORDERS) * M + 6 * M + num_logits + of_model.num_logits + MAX_CHOICES + 2)
@@ -182,7 +182,7 @@ def new_predictor(
         model_ngrams=of_model,
         temperature=float(temperature),
         num_corpora=len(corpora),
-        corpora=tuple(Corpus.of(corpora[index] if index < len(corpora) else None) for index in range(MAX_INDEXES)),
+        corpora=(*corpora, *[Corpus.of(None)] * (MAX_INDEXES - len(corpora))),
         match=compiled_zeros(MATCH, "i8"),
         before=compiled_ints(NOTHING_KNOWN),
         followers=compiled_zeros(SAMPLED, "i8"),
@@ -348,10 +348,9 @@ def search_corpora(corpora, num_corpora, recent, known, before, match, followers
     match[MATCH_LENGTH] = best
     if best == 0:
         return 0, 0
-    corpus = corpora[match[MATCH_CORPUS]]
-    if behind - first == 1:
-        match[MATCH_PLACE] = corpus.numbers[corpus.rows + first]
-    return count_followers(corpus, first, behind, followers, counts)
+    found, rows, place = count_followers(corpora[match[MATCH_CORPUS]], first, behind, followers, counts)
+    match[MATCH_PLACE] = place
+    return found, rows
 
 
 @jit

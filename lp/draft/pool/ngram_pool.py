@@ -9,6 +9,7 @@ import numpy as np
 
 from lp.compiled import compiled_array, compiled_ints, jit
 from lp.config import LookaheadConfig
+from lp.draft.pool.corpus import Corpus
 from lp.draft.pool.growth import Proposal, StepInput, new_tree, propose
 from lp.draft.pool.last_step import index_step, new_last_step
 from lp.draft.pool.mixture import learn_text, new_predictor
@@ -40,7 +41,7 @@ class NGramPool(DraftSource):
         tables: what it remembers, new or of an earlier text.
         model_ngrams: the array of a file of `lp.draft.pool.model_ngrams`; None: none.
         temperature: the sampler's temperature.
-        corpora: arrays of files of `lp.draft.pool.corpus`.
+        corpora: what it looks in, the most important first.
         on_end: is given the prompt and the generated tokens, once the text has ended.
     """
 
@@ -54,7 +55,7 @@ class NGramPool(DraftSource):
         tables: Tables,
         model_ngrams: np.ndarray | None = None,
         temperature: float = 1.0,
-        corpora: Sequence[np.ndarray] = (),
+        corpora: Sequence[Corpus] = (),
         on_end: Callable[[Sequence[int], Sequence[int]], None] | None = None,
     ) -> None:
         self.config = config
