@@ -204,6 +204,7 @@ def _adaptive_s(trace: list[Position], times: StepTimes) -> float:
     return seconds
 
 
+@pytest.mark.xdist_group("traces")
 @pytest.mark.parametrize("name", STEP_TIMES)
 def test_choices_come_near_the_best(name: str, traces: list[list[Position]]) -> None:
     """Within 5 % of the time with the best fixed number of draft tokens for each text, found by trying all."""
