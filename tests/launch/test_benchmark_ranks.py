@@ -58,9 +58,7 @@ def test_a_job_that_fails_on_rank_0_leaves_the_next_one(
     assert processes.wait_for_end(5) == []
 
 
-def test_methods_of_ranks_that_divide_a_model_are_compared(
-    forked: Forked, settings: list[str], tmp_path: Path
-) -> None:
+def test_methods_of_ranks_that_divide_a_model_are_compared(forked: Forked, settings: list[str], tmp_path: Path) -> None:
     """Rank 0 compared alone, by a model of which it has a part: the job ended by its time-out."""
     asked = [*settings, "W=2", "parallel.tp=2", "methods=[lookahead,plain]", "parallel.timeout_s=30", f"out={tmp_path}"]
     launch = forked.start(2, app.main, tmp_path, "benchmark", *asked, env={"LP_RUN_DIR": str(tmp_path / "run")})
