@@ -20,10 +20,13 @@ lint() { run ruff check --quiet && run ruff format --check --quiet; }
 types() { run mypy --no-error-summary; }
 # The functions that numba compiles: else every process that comes first would compile all of them, for a minute.
 compile() { run lp.compile_functions; }
+# What tests import: else each worker would make all of it first, at the same time as the other.
+bytecode() { run pytest --collect-only -qq >/dev/null; }
 
 stage setup dev
 stage lint
-stage types & # one core's work; the other core compiles
+# One core's work; the other core compiles.
+{ stage types; stage bytecode; } &
 stage compile
 wait $!
 # Last and bare, so that the closing lines are pytest's own, its time among them.

@@ -204,6 +204,7 @@ def _adaptive_s(trace: list[Position], times: StepTimes) -> float:
     return seconds
 
 
+@pytest.mark.xdist_group("traces")
 @pytest.mark.parametrize("name", STEP_TIMES)
 def test_choices_come_near_the_best(name: str, traces: list[list[Position]]) -> None:
     """Within 5 % of the time with the best fixed number of draft tokens for each text, found by trying all."""
@@ -217,7 +218,7 @@ def _decisions(output: lp.GenerationOutput) -> list[tuple[int, int, int, bool]]:
     return [(step.columns, step.num_draft, step.accepted, step.idle) for step in output.step_stats]
 
 
-@pytest.mark.parametrize(("ranks", "least"), [(2, 2000), (5, 200)] if LONG else [(2, 400), (5, 60)])
+@pytest.mark.parametrize(("ranks", "least"), [(2, 2000), (5, 200)] if LONG else [(2, 250), (5, 40)])
 def test_ranks_choose_alike(ranks: int, least: int) -> None:
     """A budget that depends on its own rank's clock, or adds in another order, differs from the others' some day."""
     model = tiny_model()

@@ -230,9 +230,9 @@ def test_what_the_user_runs_leaves_the_step_times_alone(name: str, slow: str, mo
     decoder = lp.LookaheadDecoder(model) if name == "lookahead" else lp.AutoregressiveDecoder(model)
     decoder.generate([1, 2, 3], 8)  # compiles
     if slow == "callback":
-        output = decoder.generate([1, 2, 3], 8, on_tokens=lambda tokens, step: time.sleep(0.5))
+        output = decoder.generate([1, 2, 3], 3, on_tokens=lambda tokens, step: time.sleep(0.5))
     else:
-        output = decoder.generate([1, 2, 3], 8, stopping_criteria=[_Sleeps()])
+        output = decoder.generate([1, 2, 3], 3, stopping_criteria=[_Sleeps()])
     assert max(step.seconds for step in output.step_stats) < 0.5
     assert all(step.seconds < 0.5 for step in observed) and bool(observed) == (name == "lookahead")
     assert output.decode_s > 0.5 * output.steps, "the caller waited for it all the same"

@@ -74,7 +74,7 @@ def test_ranks_know_what_each_of_them_lacks(at_every_step: Any, cases: Callable[
 
     at_every_step(look)
     kinds = set[int]()
-    for case in cases(24, 120):
+    for case in cases(16, 120):
         seen.clear()
         ranks, where = _run(case)
         for step in range(1, max(step for step, _ in seen) + 1):
@@ -102,6 +102,6 @@ def test_the_cache_is_that_of_the_text(
         looks.append(cache.length)
 
     at_every_step(look)
-    for case in cases(6, 60):
+    for case in cases(4, 60):
         _run(case, kv_sync)
     assert len(looks) > 100

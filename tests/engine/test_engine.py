@@ -113,7 +113,7 @@ def test_noise_that_could_not_be_made_is_made_again(monkeypatch: pytest.MonkeyPa
 def test_texts_have_the_tokens_that_they_have_alone(cases: Callable[[int, int], range], ranks: int) -> None:
     """A sequence that sees another's cache, noise, logits or stop; a prefix that is reused too far; a lost slot."""
     reused = together = 0
-    for case in cases(12, 150):
+    for case in cases(8, 150):
         rng = random.Random(f"engine-{ranks}-{case}")
         model = tiny_model(rng.choice(ARCHITECTURES), seed=rng.randrange(4))
         shared = drawn_text(rng, 40)

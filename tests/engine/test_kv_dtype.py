@@ -18,7 +18,6 @@ import lp
 from lp.engine.engine import Engine, slots_within_memory
 from lp.models.tensor_parallel import divide
 from lp.parallel.context import ParallelContext
-from tests.conftest import some_of
 from tests.support.captured import captured_runner
 from tests.support.image_models import generated, image_model, image_prompt
 from tests.support.rounded_kv import KINDS, OwnCache, rounded_greedy
@@ -51,8 +50,9 @@ def same(output: lp.GenerationOutput, tokens: list[int], logits: torch.Tensor) -
     return output.tokens == tokens and bool((output.logits - logits).abs().max() < CLOSE)
 
 
+@pytest.mark.subset(10)
 @pytest.mark.parametrize("kv_dtype", KINDS)
-@pytest.mark.parametrize("arch", some_of(ARCHS, 9))
+@pytest.mark.parametrize("arch", ARCHS)
 def test_texts_and_logits(arch: str, kv_dtype: str) -> None:
     """Every decoder, steps of several shapes, prompts in chunks, captured steps."""
     model = tiny_model(arch)
@@ -87,6 +87,7 @@ def test_sampled_texts_in_float32(arch: str, kv_dtype: str) -> None:
     assert plain.generate(IDS, NEW).tokens == rounded_greedy(model, IDS, NEW, kv_dtype)
 
 
+@pytest.mark.subset(4)
 @pytest.mark.parametrize("kv_dtype", KINDS)
 @pytest.mark.parametrize("arch", ["llama", "gemma3", "gpt_oss", "deepseek_v3"])
 def test_texts_in_one_batch_and_behind_prefixes(arch: str, kv_dtype: str) -> None:
@@ -148,6 +149,7 @@ def test_a_divided_model(kv_dtype: str) -> None:
     assert run_lockstep(4, body, tp=2) == [[tokens, tokens]] * 4
 
 
+@pytest.mark.subset(3)
 @pytest.mark.parametrize("kv_dtype", KINDS)
 @pytest.mark.parametrize("arch", ["llama", "gemma3", "mixtral"])
 def test_bit_for_bit(arch: str, kv_dtype: str) -> None:

@@ -70,6 +70,7 @@ def test_a_text_while_a_decoder_is_made(arch: str) -> None:
     others()
 
 
+@pytest.mark.subset(2)
 @pytest.mark.parametrize("arch", ["llama", "mistral_sliding", "gemma3"])
 def test_decoders_of_different_attention_at_once(arch: str) -> None:
     """One decoder's mask would meet another one's attention: of other size at best, added as it is at worst."""

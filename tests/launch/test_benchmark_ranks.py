@@ -13,7 +13,9 @@ from launch.bench.report import read_lines
 from launch.bench.totals import totals
 from tests.conftest import Processes
 from tests.support.apps import save_tiny_model
+from tests.support.forked import Forked
 from tests.support.launches import ON_CPU
+from tests.support.workers import app
 
 
 @pytest.fixture(scope="module")
@@ -56,18 +58,15 @@ def test_a_job_that_fails_on_rank_0_leaves_the_next_one(
     assert processes.wait_for_end(5) == []
 
 
-def test_methods_of_ranks_that_divide_a_model_are_compared(
-    processes: Processes, settings: list[str], tmp_path: Path
-) -> None:
+def test_methods_of_ranks_that_divide_a_model_are_compared(forked: Forked, settings: list[str], tmp_path: Path) -> None:
     """Rank 0 compared alone, by a model of which it has a part: the job ended by its time-out."""
     asked = [*settings, "W=2", "parallel.tp=2", "methods=[lookahead,plain]", "parallel.timeout_s=30", f"out={tmp_path}"]
-    ran = processes.run(processes.torchrun(2, "launch.benchmark", *asked), ON_CPU, timeout_s=240)
-    assert ran.returncode == 0, ran.stderr
+    launch = forked.start(2, app.main, tmp_path, "benchmark", *asked, env={"LP_RUN_DIR": str(tmp_path / "run")})
+    launch.check(240)
     assert [(each.method, each.differing) for each in totals(load_records(tmp_path))] == [
         ("lookahead", 0),
         ("plain", 0),
     ]
-    assert processes.wait_for_end() == []
 
 
 def test_scaling_measures_ranks_and_holds_a_projection_against_them(

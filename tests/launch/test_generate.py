@@ -226,7 +226,7 @@ def test_ctrl_c_on_a_terminal_keeps_text_and_figures(processes: Processes, tmp_p
 @pytest.mark.skipif(not (DEMO_MODEL / "model.safetensors").is_file(), reason="the demo model's weights are absent")
 def test_the_demo_model_by_default(launch_generate: Callable[..., Ran]) -> None:
     """Several built-in prompts, equal tokens, fewer steps."""
-    found = json.loads(launch_generate("output=json", "compare=true", "max_new_tokens=32", "task=showcase").out)
+    found = json.loads(launch_generate("output=json", "compare=true", "max_new_tokens=16", "task=showcase").out)
     assert found["model"] == "demo" and len(found["prompts"]) == 4
     assert found["prompts"][0]["task_id"] == "builtin/07_vector_operators"  # the order of conf/task/showcase.yaml
     assert found["methods"]["lookahead_auto"]["S"] > 1.0

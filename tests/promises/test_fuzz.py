@@ -22,7 +22,7 @@ from tests.support.drawn_cases import FEATURES, Case, drawn
 from tests.support.fuzzing import past_failures, run
 from tests.support.shrinking import shrink
 
-CASES, SHARE = 3000 if LONG else 24, 0.1
+CASES, SHARE = 3000 if LONG else 18, 0.1
 FAULT_CASES, FAULT_SEED = 200, 6  # a seed whose first cases find them
 
 

@@ -71,9 +71,9 @@ SMALL = {
     "chunks of 300": Case((290, 700), window=Window(300, chunked=True)),
     "three heads of a KV head": Case(FEW, heads=6, most_tokens=40),
     "as many KV heads": Case(FEW, kv_heads=4),
-    "head dimension 80, values of 24": Case(FEW, dim=80, value_dim=24),
+    "head dimension 80, values of 24": Case(FEW, heads=2, kv_heads=1, dim=80, value_dim=24),
     "float16": Case(FEW, dtype=torch.float16),
-    "bfloat16": Case(FEW, dtype=torch.bfloat16),
+    "bfloat16": Case(FEW, heads=2, kv_heads=1, dtype=torch.bfloat16),
 }
 
 

@@ -9,8 +9,8 @@ import json
 import os
 import random
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 
 import torch
 
@@ -43,9 +43,9 @@ SMALL = {
     "values of another dimension": Case(dim=48, value_dim=24),
     "one split": Case(num_splits=1),
     "splits without keys": Case(length=10, num_splits=7),
-    "more splits than are combined at once": Case(length=400, capacity=500, num_splits=19),
-    "own keys on both sides of a split": Case(num_tokens=40, length=40, num_splits=3),
-    "many rows": Case(num_tokens=50, length=30, heads=6, num_splits=2),
+    "more splits than are combined at once": Case(length=400, capacity=500, num_splits=19, heads=2, kv_heads=1),
+    "own keys on both sides of a split": Case(num_tokens=40, length=40, num_splits=3, heads=2, kv_heads=1),
+    "many rows": Case(num_tokens=50, length=30, heads=3, kv_heads=1, num_splits=2),
     "float16": Case(dtype=torch.float16, num_splits=3),
     "bfloat16": Case(dtype=torch.bfloat16, num_splits=3),
     "scores beyond float16": Case(dtype=torch.float16, size=30.0, dim=64),
@@ -60,6 +60,8 @@ SMALL = {
     "sinks of bfloat16": Case(sinks=True, dtype=torch.bfloat16, num_splits=2),
     "512 tokens": Case(num_tokens=512, heads=2, kv_heads=1, capacity=600),
 }
+# Whether a launch has an additive mask instead of booleans, and the cached length as data instead of a shape.
+KINDS = [(False, True), (True, False), (False, False), (True, True)]
 # Largest error of an output, in eps of the dtype over the largest value: sums are in float32, where scores carry an eps
 # each into the weights; weights and outputs of halves are rounded once. The interpreter cuts bfloat16 off instead.
 TOLERANCE = {torch.float32: 4.0, torch.float16: 0.6, torch.bfloat16: 1.0}
@@ -139,8 +141,8 @@ def draw_sequences(case: Case, device: torch.device) -> tuple[Drawn, torch.Tenso
     return together, torch.tensor(sequences, device=device)
 
 
-def worst_error(case: Case, device: torch.device) -> float:
-    """The kernel's largest error with either kind of mask, and the length as data or as a shape; in TOLERANCE."""
+def worst_error(case: Case, device: torch.device, kinds: Sequence[tuple[bool, bool]] = KINDS) -> float:
+    """The kernel's largest error in launches of these kinds; in TOLERANCE."""
     from lp.attention.tree_kernel import launch_tree_attention  # here: the environment says whether it is interpreted
 
     step, sequences = draw_sequences(case, device) if case.sequences else (draw(case, device), None)
@@ -148,7 +150,8 @@ def worst_error(case: Case, device: torch.device) -> float:
     lowest = torch.finfo(case.dtype).min
     additive_TT = torch.zeros_like(step.visible_TT, dtype=case.dtype).masked_fill_(~step.visible_TT, lowest)
     errors = []
-    for mask_TT, slots in product((step.visible_TT, additive_TT), (step.slot_mapping_T, None)):
+    for additive, has_slots in kinds:
+        mask_TT, slots = additive_TT if additive else step.visible_TT, step.slot_mapping_T if has_slots else None
         keys = step.k_1GCD.shape[2] if slots is not None else end
         k, v = step.k_1GCD[:, :, :keys], step.v_1GCE[:, :, :keys]
         laid_out = step.q_1HTD, k, v, mask_TT, slots, step.scale, sequences
@@ -175,11 +178,17 @@ def results_by_capacity() -> int:
 
 
 def main() -> None:
-    """Prints the error of every case as JSON, and in how many ways the cache's capacity changed a result."""
+    """Prints the error of every case as JSON, and in how many ways the cache's capacity changed a result.
+
+    Each case is launched in two kinds, and the next one in the two others; in the long form, in all four.
+    """
     torch.set_num_threads(1)
     assert os.environ.get("TRITON_INTERPRET") == "1", "compiled kernels need a GPU"
-    names = sys.argv[1:] or SMALL
-    errors = {name: worst_error(SMALL[name], torch.device("cpu")) for name in names}
+    names = sys.argv[1:] or [*SMALL]
+    kinds = [KINDS] * 2 if os.environ.get("LP_TEST_LONG") == "1" else [KINDS[:2], KINDS[2:]]
+    errors = {
+        name: worst_error(SMALL[name], torch.device("cpu"), kinds[number % 2]) for number, name in enumerate(names)
+    }
     print(json.dumps(errors | {"results at different capacities": results_by_capacity()}))
 
 

@@ -20,8 +20,10 @@ import lp
 from lp.commands import install_command
 from tests.conftest import LONG, Processes
 from tests.support.apps import Ran, save_tiny_model
+from tests.support.forked import Forked
 from tests.support.image_folders import data_url, picture, save_image_model
 from tests.support.image_models import generated
+from tests.support.workers import app
 
 for package in ("fastapi", "prometheus_client", "httpx"):
     pytest.importorskip(package, reason="the extra `serve` is not installed")
@@ -293,7 +295,7 @@ class Run:
 
 
 def test_killed_at_drawn_moments_it_goes_on(
-    processes: Processes, settings: list[str], tmp_path: Path, oracle: Oracle
+    processes: Processes, start_app: Callable[..., Ran], settings: list[str], tmp_path: Path, oracle: Oracle
 ) -> None:
     """SIGKILL between any two lines, or within one: each request has its answer once, and it is the decoder's."""
     lines = mixed()
@@ -309,9 +311,8 @@ def test_killed_at_drawn_moments_it_goes_on(
         if kill == 0:  # in the middle of a write, which is too short to be met
             with run.out.open("ab") as file:
                 file.write(b'{"id":"batch_req_12')
-    process = run.start()
-    out, err = process.communicate(timeout=200)
-    assert process.returncode == 0 and f"{REQUESTS} of {REQUESTS} requests are answered" in out, err
+    ran = start_app(batch, "batch", f"input={run.path}", f"out={run.out}", *run.settings)
+    assert ran.code == 0 and f"{REQUESTS} of {REQUESTS} requests are answered" in ran.out, ran.err
     check(lines, read(run.out), oracle)
 
 
@@ -333,17 +334,17 @@ def test_a_signal_waits_for_texts_under_way(
     check([each for each in lines if each["custom_id"] in found], found, oracle)
 
 
-def test_ranks_share_the_texts(processes: Processes, settings: list[str], tmp_path: Path, oracle: Oracle) -> None:
-    """Two ranks under torchrun: the answers of one, an end of both, and one file."""
+def test_ranks_share_the_texts(forked: Forked, settings: list[str], tmp_path: Path, oracle: Oracle) -> None:
+    """Two ranks: the answers of one, an end of both, and one file."""
     lines = mixed()[:8]
     path, out = write(tmp_path / "in.jsonl", [*lines, "nonsense"]), tmp_path / "out.jsonl"
-    command = processes.torchrun(2, "launch.batch", str(path), str(out), "max_sequences=3", *settings)
-    ran = processes.run(command, {"LP_RUN_DIR": str(tmp_path / "run")}, timeout_s=200)
-    assert ran.returncode == 0 and "9 of 9 requests are answered" in ran.stdout, ran.stderr
+    asked = [str(path), str(out), "max_sequences=3", *settings]
+    launch = forked.start(2, app.main, tmp_path, "batch", *asked, env={"LP_RUN_DIR": str(tmp_path / "run")})
+    launch.check(200)
+    assert launch.output().count("9 of 9 requests are answered") == 1, launch.output()
     found = read(out)
     assert found.pop(None)["error"]["code"] == "invalid_json_line"
     check(lines, found, oracle)
-    assert processes.wait_for_end() == []
 
 
 @pytest.mark.slow  # two launches of two ranks

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import signal
 import socket
 import threading
 import zlib
@@ -21,11 +20,13 @@ import torch
 import transformers as tf
 
 import lp
-from tests.conftest import Processes
-from tests.launch.serve.test_serve_ranks import started
+from tests.launch.serve.test_serve_ranks import ADDRESS
+from tests.support.eventually import eventually
+from tests.support.forked import Forked
 from tests.support.image_folders import END, data_url, image_tokenizer, picture, save_image_model
 from tests.support.image_models import IMAGE, generated, image_model
 from tests.support.serving import Running, serving
+from tests.support.workers import app
 
 for package in ("fastapi", "uvicorn", "prometheus_client", "httpx", "openai", "PIL"):
     pytest.importorskip(package, reason="the extras `serve` and `images` are not installed")
@@ -502,12 +503,15 @@ def test_packages_that_are_missing(folder: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_two_ranks(processes: Processes, folder: Path, server: Running, tmp_path: Path, tp: int) -> None:
+def test_two_ranks(forked: Forked, folder: Path, server: Running, tmp_path: Path, tp: int) -> None:
     """A rank without the image computed other nodes than the others, or waited for ever."""
     settings = ["model=hf", f"model.name={folder}", "model.dtype=float64", "port=0", "cache_tokens=8192"]
     settings += ["decoder=lookahead", "W=5", "N=3", "G=4", f"parallel.tp={tp}"]
-    process = processes.start(processes.torchrun(2, "launch.serve", *settings), {"LP_RUN_DIR": str(tmp_path)})
-    with httpx.Client(base_url=started(process), timeout=60) as client:
+    launch = forked.start(2, app.main, tmp_path, "serve", *settings, env={"LP_RUN_DIR": str(tmp_path)})
+    eventually(lambda: ADDRESS.search(launch.output()) or not launch.goes_on(), 120)
+    found = ADDRESS.search(launch.output())
+    assert found, launch.output()
+    with httpx.Client(base_url=found[1], timeout=60) as client:
 
         def ask(index: int) -> Any:
             messages = user("see ", picture(index), "all") if index % 3 else user("text alone")
@@ -521,6 +525,6 @@ def test_two_ranks(processes: Processes, folder: Path, server: Running, tmp_path
                 assert text == expected(server, folder, user("see ", picture(index), "all"), 20, index)
         bad = client.post(CHAT, json={"messages": user(b"no image", "a")})
         assert "image 1 is no PNG" in error_of(bad)
-        process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == 0, process.stderr.read() if process.stderr else ""
-    assert processes.wait_for_end() == []
+        for process in launch.processes:
+            process.terminate()
+    launch.check(30)

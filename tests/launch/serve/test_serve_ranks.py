@@ -24,6 +24,7 @@ for package in ("fastapi", "uvicorn", "prometheus_client"):
 httpx = pytest.importorskip("httpx", reason="the package httpx is not installed")
 
 APP = "launch.serve"
+ADDRESS = re.compile(r" on (http://[\d.]+:\d+); Ctrl-C ends it")
 IDLE_S = 6  # longer than what httpx keeps an idle connection for
 LONG = {"prompt": "import os\n", "max_tokens": 600, "temperature": 0.8, "seed": 3, "stream": True}
 
@@ -39,7 +40,7 @@ def started(process: subprocess.Popen[str]) -> str:
     """The server's address, once it says it."""
     assert process.stdout and process.stderr
     line = process.stdout.readline()
-    match = re.search(r" on (http://[\d.]+:\d+); Ctrl-C ends it", line)
+    match = ADDRESS.search(line)
     assert match, line + process.stderr.read()
     return match[1]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from tests.support.simulated_cuda.graphs import Recording
 
 CPU = torch.device("cpu")
+SEQUENCES = (tuple, list)  # made once: `tuple | list` would be made at each of a million calls
+PINS = ("is_pinned", "_pin_memory", "pin_memory")
 EXPLICIT = ("Event.", "Stream.", "cuda.", "capture of a graph")  # waiting that the sync debug mode does not see
 _here = (
     threading.local()
@@ -187,13 +189,15 @@ class SimulatedCuda(TorchDispatchMode):
 
     def handle(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run one operation of torch as CUDA would, or refuse it."""
-        op = operator(func)
         device = self._device_asked_for(args, kwargs)
         tensors = _tensors(args, [])
         if kwargs:
-            _tensors(kwargs, tensors)
+            _tensors(kwargs.values(), tensors)
         on_cuda = [tensor for tensor in tensors if isinstance(tensor, CudaTensor)]
         for_cuda = device is not None and device.type == "cuda"
+        if not on_cuda and not for_cuda and func._opname not in PINS:  # first, as two operations of three
+            return self._on_host(func, args, kwargs)
+        op = operator(func)
         if op.composite and (on_cuda or for_cuda):  # inference mode hands them over whole
             with self:
                 return func.decompose(*args, **kwargs)
@@ -201,10 +205,8 @@ class SimulatedCuda(TorchDispatchMode):
             return self._moved(func, args[0], device or args[0].device, kwargs)
         if op.name == "copy_" and on_cuda:
             return self._copied(func, args[0], args[1], bool(kwargs.get("non_blocking") or args[2:] == (True,)))
-        if op.name in ("is_pinned", "_pin_memory", "pin_memory"):
+        if op.name in PINS:
             return self._pinning(op, args[0])
-        if not on_cuda and not for_cuda:
-            return self._on_host(func, args, kwargs)
         self._check_devices(func, op, tensors, on_cuda, args, kwargs)
         if op.name in WAITS or (op.name in WAITS_FOR_SIZE and kwargs.get(WAITS_FOR_SIZE[op.name]) is None):
             self.wait(op.name)
@@ -381,16 +383,13 @@ class SimulatedCuda(TorchDispatchMode):
         return out
 
 
-def _tensors(value: Any, found: list[torch.Tensor]) -> list[torch.Tensor]:
+def _tensors(values: Iterable[Any], found: list[torch.Tensor]) -> list[torch.Tensor]:
     """Add all tensors among the arguments of an operation to those found."""
-    if isinstance(value, torch.Tensor):
-        found.append(value)
-    elif isinstance(value, tuple | list):
-        for item in value:
-            _tensors(item, found)
-    elif isinstance(value, dict):
-        for item in value.values():
-            _tensors(item, found)
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, SEQUENCES):
+            _tensors(value, found)
     return found
 
 
@@ -398,8 +397,8 @@ def _unwrapped(value: Any) -> Any:
     """An operation's arguments with each CUDA tensor replaced by its values on the host, to run it there."""
     if isinstance(value, CudaTensor):
         return value.raw
-    if isinstance(value, tuple | list):
-        return type(value)(_unwrapped(item) for item in value)
+    if isinstance(value, SEQUENCES):
+        return type(value)([_unwrapped(item) for item in value])
     if isinstance(value, dict):
         return {name: _unwrapped(item) for name, item in value.items()}
     return value
