@@ -40,7 +40,7 @@ from launch.data.prompts import load_builtin
 from lp.errors import UserError
 from lp.models.loader import DEMO_MODEL
 from scripts.studies.parts.routers import LAUNCH, free_port, program
-from scripts.studies.parts.soak import descendants, take_sample
+from scripts.studies.parts.soak import HELD, descendants, take_sample
 from scripts.studies.router_sessions import routed
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -325,8 +325,9 @@ def ask(url: str, fields: dict[str, Any]) -> tuple[int, str]:
 def sample_until(end: float, record: Record) -> None:
     """Write what all processes hold, from time to time."""
     while time.monotonic() < end:
-        sample = take_sample(os.getpid(), time.monotonic() - record.began, record.counts["answers"], 0)
-        record.write("sample", **{name: value for name, value in sample.as_record().items() if name != "t_s"})
+        held = take_sample(os.getpid(), 0.0, 0, 0).as_record()
+        kept = {name: held[name] for name in ("processes", *HELD)}
+        record.write("sample", **kept, answers=record.counts["answers"])
         time.sleep(min(SAMPLE_S, max(end - time.monotonic(), 0)))
 
 
