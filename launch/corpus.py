@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -181,6 +182,7 @@ def known_texts(path: Path, listing: Listing) -> dict[tuple[str, int, int], np.n
 
 
 def own_files(folder: Path, path: Path) -> Callable[[str], bool]:
-    """Says of a file in a folder whether it is the corpus in `path`, or lies beside it and belongs to it."""
-    own = os.path.relpath(path.resolve(), folder.resolve())
-    return lambda name: name == own or name.startswith(f"{own}.")
+    """Says of a file in a folder whether it is the corpus in `path`, its delta, or what is being written of them."""
+    own = re.escape(os.path.relpath(path.resolve(), folder.resolve()))
+    pattern = re.compile(own + r"(\.delta)?(\.\d+\.part)?")
+    return lambda name: pattern.fullmatch(name) is not None

@@ -61,6 +61,14 @@ def test_which_files_are_read(place: str, tmp_path: Path, capsys: pytest.Capture
     assert "left out: 2 binary, 1 too large" in capsys.readouterr().out
 
 
+def test_a_corpus_does_not_read_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nor its delta; but a file whose name begins like its own is one of the folder."""
+    own: dict[str, str | bytes] = {"own.delta": b"\0", "own.12.part": "x = 1", "own.delta.12.part": "x = 1"}
+    write(tmp_path, {"own.py": "a = 1\n", "own.delta.py": "b = 1\n", "deep/own": "c = 1\n"} | own)
+    assert [*built(tmp_path, tmp_path / "own")] == ["deep/own", "own.delta.py", "own.py"]
+    assert "left out: none" in capsys.readouterr().out
+
+
 def test_files_that_have_not_changed_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading a repository takes minutes; what has changed, came or went must be seen."""
     folder, path = tmp_path / "tree", tmp_path / "tree" / "own.corpus"
