@@ -49,6 +49,7 @@ FOUND_S = 15.0  # after a server is ready again, for a router to send it request
 SAMPLE_S = 30.0
 AGAIN_S = 1.0  # between a failure and the next try
 BROKEN = 0  # the status of an answer that broke off
+MALFORMED = -1  # of one that is no answer
 RETRYABLE = (500, 502, 503, 504)  # of a router whose server has gone
 
 
@@ -89,11 +90,11 @@ class Record:
 
         Args:
             start: when the request was sent.
-            status: its HTTP status, or BROKEN.
+            status: its HTTP status, BROKEN or MALFORMED.
             what: the message.
         """
         now = time.monotonic()
-        kind = "broke off" if status == BROKEN else str(status)
+        kind = {BROKEN: "broke off", MALFORMED: "malformed"}.get(status, str(status))
         allowed = status in (BROKEN, *RETRYABLE) and any(
             now >= down.killed and start <= (down.killed if status == BROKEN else down.until) for down in self.downs
         )
@@ -301,7 +302,7 @@ def ask_until(
 
 
 def ask(url: str, fields: dict[str, Any]) -> tuple[int, str]:
-    """Send one request: its status and text, or BROKEN and why its answer broke off."""
+    """Send one request: its status and text, or BROKEN or MALFORMED, and what is wrong with its answer."""
     text = ""
     try:
         with httpx.stream("POST", f"{url}/v1/completions", json=fields, timeout=300) as answer:
@@ -317,8 +318,10 @@ def ask(url: str, fields: dict[str, Any]) -> tuple[int, str]:
                     if "error" in event:
                         return BROKEN, line
                     text += "".join(choice["text"] for choice in event["choices"])
-    except httpx.TransportError as error:
+    except httpx.HTTPError as error:
         return BROKEN, repr(error)
+    except (ValueError, LookupError, TypeError) as error:  # no answer of ours is like that
+        return MALFORMED, repr(error)
     return BROKEN, "the stream has no end"
 
 

@@ -23,6 +23,8 @@ from lm_eval.models.openai_completions import LocalCompletionsAPI
 import lp
 from lp.errors import UserError
 
+from ..config.arguments import quoted
+
 ALL = sys.maxsize  # requests at a time
 
 
@@ -53,7 +55,9 @@ class BatchModel(LocalCompletionsAPI):
         )
         given = {"model": "hf", "model.name": pretrained, "model.dtype": dtype, **overrides}
         given |= {"model.device": device} if device else {}
-        self._overrides = [f"{name}={value}" for name, value in given.items()]
+        self._overrides = [
+            f"{name}={quoted(value) if isinstance(value, str) else value}" for name, value in given.items()
+        ]
 
     def model_call(
         self, messages: Any, *, generate: bool = True, gen_kwargs: dict[str, Any] | None = None, **kwargs: Any
@@ -101,7 +105,7 @@ def answered(bodies: Sequence[dict[str, Any]], overrides: Sequence[str]) -> list
         found: dict[int, dict[str, Any]] = {}
         for line in answers.read_text(encoding="utf-8").splitlines():
             answer = json.loads(line)
-            body = answer["response"]["body"]
+            body = (answer["response"] or {"body": answer})["body"]  # a line that is no request has its own error
             if "choices" not in body:
                 raise UserError(f"a request of lm_eval was refused: {body['error']['message']}")
             found[int(answer["custom_id"])] = body["choices"][0]

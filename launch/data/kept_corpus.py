@@ -34,6 +34,7 @@ from .source_files import SourceFile
 from .watched_folder import WatchedFolder
 
 MOST_DELTA_TOKENS = 1 << 15  # and as many that are gone, from which on the corpus is written anew
+AGAIN_S = 5.0  # until a delta that could not be written is tried again
 REBUILD_SHARE = 0.1  # of the time goes to that, at most
 
 
@@ -59,7 +60,8 @@ class KeptCorpus:
         self._tokens = tokens
         self._vocabulary_size = vocabulary_size
         self._next: Future[np.ndarray] | None = None
-        self._next_from_s = 0.0
+        self._next_from_s = self._write_from_s = 0.0
+        self._is_written, self._has_grown = True, False  # the delta
         self._listing: Listing | None = None
         self._texts: dict[str, tuple[IndexedFile, np.ndarray]] = {}
         self._take_base()
@@ -67,6 +69,8 @@ class KeptCorpus:
         known = {path: SourceFile(path, file.size, file.modified_ns) for path, (file, _) in self._base.items()}
         paths = known.keys() | watched.files.keys()
         self._update({path for path in paths if known.get(path) != watched.files.get(path)})
+        if not self._is_written:
+            self._write_delta()
 
     def keep(self) -> None:
         """Keep it, until an interrupt."""
@@ -84,19 +88,26 @@ class KeptCorpus:
             self._update(paths)
         if self._next is not None and self._next.done():
             self._rebuilt(self._next)
+        if state_of(self.path) != self._base_state:  # `lp corpus build` has written it
+            self._take_base()
+            self._is_written = False
+        elif self._differing and not delta_path(self.path).exists():
+            self._is_written = False
+        now = time.monotonic()
+        if not self._is_written and now >= self._write_from_s:
+            self._write_delta()
+        if self._has_grown and self._next is None and now >= self._next_from_s:
+            self._rebuild()
 
     def _update(self, paths: set[str]) -> None:
-        """Read these files, and write the delta if they have another text."""
-        changed = False
+        """Read these files; the delta is to be written if they have another text."""
         for path in sorted(paths):
             file, before = self._watched.files.get(path), self._texts.pop(path, None)
             tokens = None if file is None else self._tokens(file)
             if file is not None and tokens is not None:
                 self._texts[path] = IndexedFile(path, file.size, file.modified_ns, len(tokens)), tokens
             self._compare(path)
-            changed |= before is not None or tokens is not None
-        if changed:
-            self._write_delta()
+            self._is_written &= before is None and tokens is None
 
     def _compare(self, path: str) -> None:
         """Note whether the corpus has this file as it is."""
@@ -121,7 +132,8 @@ class KeptCorpus:
             raise UserError(f"corpus {str(self.path)!r} is damaged: another program has written it; build it anew")
         before, (self._listing, texts) = self._listing, found
         if before and (before.folder, before.tokenizer) != (self._listing.folder, self._listing.tokenizer):
-            raise UserError(f"another program has made {str(self.path)!r} of another folder, or for another model")
+            made = f"another program has made {str(self.path)!r} of another folder, or for another model"
+            raise UserError(f"{made}; give another file with -o")
         self._identity = identity_of(file)
         self._base = {each.path: (each, text) for each, text in zip(self._listing.files, texts, strict=True)}
         self._differing = set[str]()
@@ -129,9 +141,7 @@ class KeptCorpus:
             self._compare(path)
 
     def _write_delta(self) -> None:
-        """Write all that differs from the corpus; begin to write it anew where that is much."""
-        if state_of(self.path) != self._base_state:
-            self._take_base()  # `lp corpus build` has written it
+        """Write all that differs from the corpus."""
         assert self._listing
         path = delta_path(self.path)
         texts = [
@@ -139,19 +149,22 @@ class KeptCorpus:
         ]
         texts.sort(key=lambda text: text[0].path)
         listing = replace(self._listing, files=[file for file, _ in texts], base=self._identity)
+        changed = sum(file.num_tokens for file, _ in texts)
+        gone = sum(self._base[name][0].num_tokens for name in self._differing if name in self._base)
+        # One of no tokens is none: while all files are gone, the delta says so.
+        self._has_grown = changed + gone > 2 * MOST_DELTA_TOKENS and any(len(text) for _, text in self._texts.values())
         try:
             if texts:
                 write_file(new_file(self._vocabulary_size, [tokens for _, tokens in texts], listing), path)
             else:
                 path.unlink(missing_ok=True)
-        except OSError as error:  # a full disk: the next change may fit
+        except OSError as error:  # a full disk
+            self._write_from_s = time.monotonic() + AGAIN_S
             warnings.warn(f"{str(path)!r} was not written: {error}", stacklevel=2)
-        changed = sum(file.num_tokens for file, _ in texts)
-        gone = sum(self._base[name][0].num_tokens for name in self._differing if name in self._base)
+            return
+        self._is_written = True
         which = "1 file that has" if len(texts) == 1 else f"{len(texts):,} files that have"
-        print(f"{path}: {changed:,} tokens of {which} changed", flush=True)
-        if changed + gone > 2 * MOST_DELTA_TOKENS and self._next is None and time.monotonic() >= self._next_from_s:
-            self._rebuild()
+        print(f"{path}: {changed:,} tokens of {which} changed" if texts else f"{path}: no longer needed", flush=True)
 
     def _rebuild(self) -> None:
         """Begin to sort all tokens."""
@@ -162,9 +175,11 @@ class KeptCorpus:
         self._next, self._next_began_s = sort, time.monotonic()
 
     def _rebuilt(self, made: Future[np.ndarray]) -> None:
-        """Write the corpus whose tokens are sorted, and the delta to it."""
+        """Write the corpus whose tokens are sorted, unless another program has written it meanwhile."""
         now = time.monotonic()
         self._next, self._next_from_s = None, now + (now - self._next_began_s) * (1 / REBUILD_SHARE - 1)
+        if state_of(self.path) != self._base_state:
+            return
         try:
             corpus = made.result()
             write_file(corpus, self.path)
@@ -173,7 +188,7 @@ class KeptCorpus:
             return
         print(f"{self.path}: {int(corpus[2]):,} tokens of {len(self._texts):,} files", flush=True)
         self._take_base()
-        self._write_delta()
+        self._is_written = False
 
 
 def in_background(function: Callable[..., np.ndarray], *args: object) -> Future[np.ndarray]:

@@ -31,24 +31,30 @@ class SourceFile:
     modified_ns: int
 
 
-def source_files(folder: Path) -> list[SourceFile]:
+def source_files(folder: Path, needs_git: bool = False) -> list[SourceFile]:
     """The files in a folder and those below it, by path; without those that .gitignore leaves out, and links.
 
-    Repositories in it, submodules among them, are listed each by its own .gitignore.
+    Repositories in it, submodules among them, are listed each by its own .gitignore. Where git fails, .gitignore is not
+    read, with a warning.
+
+    Args:
+        folder: whose files are listed.
+        needs_git: refuse to list them where git fails.
 
     Raises:
-        ValueError: no such folder.
+        ValueError: no such folder; or git is needed, and fails.
     """
     check_folder(folder)
     found = []
-    for path in sorted(set(_paths(folder))):
+    for path in sorted(set(_paths(folder, needs_git))):
         place = os.path.join(folder, path)
         try:
             state = os.lstat(place)
         except OSError:
             continue
         if stat.S_ISDIR(state.st_mode):  # git names a repository in another one, and not its files
-            found += [replace(file, path=os.path.join(path, file.path)) for file in source_files(Path(place))]
+            inner = source_files(Path(place), needs_git)
+            found += [replace(file, path=os.path.join(path, file.path)) for file in inner]
         elif stat.S_ISREG(state.st_mode):
             found.append(SourceFile(path, state.st_size, state.st_mtime_ns))
     return found
@@ -75,7 +81,7 @@ def text_of(path: Path) -> str | None:
         return None
 
 
-def _paths(folder: Path) -> Iterator[str]:
+def _paths(folder: Path, needs_git: bool) -> Iterator[str]:
     """Paths as git lists them: of its repository; outside one, or where it leaves the folder out, as if it were one."""
     git, listing = ["git", "-C", str(folder)], ["ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     try:
@@ -86,6 +92,9 @@ def _paths(folder: Path) -> Iterator[str]:
                 place = [f"--git-dir={empty}/.git", f"--work-tree={folder.absolute()}"]
                 ran = subprocess.run([*git, *place, *listing], capture_output=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
+        if needs_git:
+            failed = f"git did not list the files of {str(folder)!r} ({error})"
+            raise UserError(f"{failed}; see what `git ls-files` says there") from None
         warnings.warn(f"git did not list the files of {folder} ({error}): .gitignore is not read", stacklevel=4)
         files = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
         yield from (str(path) for path in files if not any(part.startswith(".") for part in path.parts))

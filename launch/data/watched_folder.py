@@ -8,10 +8,14 @@ folder that has changed has a file more or less: then the files are listed anew,
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
+
+from lp.errors import UserError
 
 from .source_files import SourceFile, source_files
 
@@ -22,6 +26,7 @@ SHARE, IDLE_SHARE = 0.1, 0.02  # of the time goes to looking
 RECENT = 16  # files and folders that changed last
 LIST_S = 5  # until files are listed anew at the latest: a folder that had no file has no place among those looked at
 LIST_SHARE = 0.1  # of the time goes to listing, at most
+LISTINGS = 3  # at a time, where folders come meanwhile
 
 
 class WatchedFolder:
@@ -35,7 +40,7 @@ class WatchedFolder:
         files: all of them, by path, as they were when they were looked at last.
 
     Raises:
-        ValueError: no such folder.
+        ValueError: no such folder, or git does not list its files.
     """
 
     def __init__(self, folder: Path, leaves_out: Callable[[str], bool]) -> None:
@@ -49,6 +54,7 @@ class WatchedFolder:
         self._recent: list[str] = []
         self._changed_s = time.monotonic()
         self._list_from_s = self._list_by_s = 0.0  # when they may be listed anew, and when they must be
+        self._has_git = shutil.which("git") is not None
         self._list()
 
     @property
@@ -63,7 +69,7 @@ class WatchedFolder:
     def look(self) -> set[str]:
         """Paths of files that have changed, come or gone since they were looked at last."""
         until = time.monotonic() + self.pause_s * (SHARE if self._is_busy else IDLE_SHARE)
-        found = {path for path in self._recent if self._has_changed(path)}
+        found = {path for path in self._recent if path in self._states and self._has_changed(path)}
         for _ in self._turns:
             if time.monotonic() > until:
                 break
@@ -103,19 +109,35 @@ class WatchedFolder:
         return (found.st_size, found.st_mtime_ns) if stat.S_ISREG(found.st_mode) else None
 
     def _list(self) -> set[str]:
-        """List all files anew; paths of those that differ from what was known."""
+        """List all files anew; paths of those that differ from what was known.
+
+        Raises:
+            ValueError: the folder is there no more; or git fails at the first listing.
+        """
         began_s = time.monotonic()
         before, folders = self.files, self._folders
-        while True:
-            states = {folder: self._state(folder) for folder in folders}  # before the listing: what comes later shows
-            files = [file for file in source_files(self.folder) if not self._leaves_out(file.path)]
-            folders = {os.path.dirname(file.path) for file in files}
-            if folders <= states.keys():
-                break
+        try:
+            for _ in range(LISTINGS):
+                states = {folder: self._state(folder) for folder in folders}  # before: what comes later shows
+                listed = source_files(self.folder, needs_git=self._has_git)
+                files = [file for file in listed if not self._leaves_out(file.path)]
+                folders = {os.path.dirname(file.path) for file in files}
+                if folders <= states.keys():
+                    break
+        except UserError as error:  # what git leaves out must not be read for that
+            if not self._turns or not self.folder.is_dir():
+                raise
+            warnings.warn(f"{error}; until then new files are not found", stacklevel=2)
+            self._plan_listing(began_s)
+            return set()
         self.files, self._folders = {file.path: file for file in files}, folders
         self._states = {file.path: (file.size, file.modified_ns) for file in files}
-        self._states |= {folder: states[folder] for folder in folders}
+        self._states |= {folder: states.get(folder) for folder in folders}
         self._turns = [*self._states]
+        self._plan_listing(began_s)
+        return {path for path in before.keys() | self.files.keys() if before.get(path) != self.files.get(path)}
+
+    def _plan_listing(self, began_s: float) -> None:
+        """Say when files are listed again, by how long it took."""
         self._list_from_s = time.monotonic() + (time.monotonic() - began_s) / LIST_SHARE
         self._list_by_s = max(self._list_from_s, time.monotonic() + LIST_S)
-        return {path for path in before.keys() | self.files.keys() if before.get(path) != self.files.get(path)}

@@ -106,8 +106,11 @@ class Completion(TextStudy):
         found = []
         for package, tree in self.trees.items():
             drawn = random.Random(f"{package} {self.seed}")
+            files = [file for file in tree.held_out if 0 < file.text.find("\n") < FEWEST]  # else no line is before it
+            if not files:
+                raise UserError(f"{package!r} has no files of several lines to hold out; give another package")
             for _ in range(self.positions):
-                file = drawn.choice(tree.held_out)
+                file = drawn.choice(files)
                 at = file.text.rfind("\n", 0, drawn.randint(FEWEST, len(file.text) - BEHIND))
                 found.append(Cursor(package, file.path, file.text[:at], file.text[at + 1 :]))
         return found

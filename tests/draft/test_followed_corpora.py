@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 
 import lp
 from lp.digest import chain_digest
+from lp.draft.pool import followed_corpora
 from lp.draft.pool.corpus import HEADER, Corpus
 from lp.draft.pool.corpus_file import delta_path, digest_of
 from lp.draft.pool.factory import PoolFactory
@@ -139,6 +141,27 @@ def test_a_new_corpus_beside_a_damaged_delta(tmp_path: Path) -> None:
         followed.look()
     followed.look()
     assert digest_of(followed.file) == digest_of(base), "said once"
+
+
+def test_what_could_not_be_read_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that this process may not open now may be open to it later, and no state of it tells."""
+    path = tmp_path / "a"
+    base = written(path, [OLD])
+    followed = FollowedCorpus(str(path), 9)
+    write_file(delta_of(base, {"0.py": NEW}, 9), delta_path(path))
+
+    def no_more_handles(*args: object) -> np.ndarray:
+        raise UserError("too many open files; close some")
+
+    with monkeypatch.context() as patched, pytest.raises(UserError, match="too many open files; delete it, and write"):
+        patched.setattr(followed_corpora, "read_file", no_more_handles)
+        followed.look()
+    assert followed.delta is None
+    until = time.monotonic() + 30
+    while followed.delta is None and time.monotonic() < until:
+        followed.look()
+        time.sleep(0.05)
+    assert followed.delta is not None
 
 
 def test_a_delta_made_by_hand(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ import launch.data.kept_corpus
 import launch.data.watched_folder
 from launch.corpus import TextReader, build, own_files
 from launch.data.kept_corpus import KeptCorpus
+from launch.data.source_files import SourceFile, source_files
 from launch.data.watched_folder import WatchedFolder
 from lp.draft.pool.corpus_file import contents_of, delta_path, identity_of, mapped, new_file
 from lp.draft.pool.followed_corpora import FollowedCorpus
@@ -289,9 +290,123 @@ def test_another_program_writes_the_corpus(tmp_path: Path) -> None:
         editor.becomes(editor.truth())
 
 
-def test_a_full_disk_costs_no_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next change may fit, and has what the one before could not write."""
+def test_a_build_beside_a_watch(tmp_path: Path) -> None:
+    """A build takes the delta away, and with it an edit that came after it had read that file."""
     editor = Editor(tmp_path)
+    write(editor.folder, {"a.py": "a = 2\n"})
+    assert editor.becomes(editor.truth())
+    delta_path(editor.path).unlink()
+    assert editor.becomes(editor.truth())
+
+    class LateReader(TextReader):
+        def tokens(self, file: SourceFile) -> np.ndarray | None:
+            tokens = super().tokens(file)
+            if file.path == "a.py":
+                write(self.folder, {"a.py": "a = 4\n"})
+                editor.becomes({**editor.texts(), "a.py": "a = 4\n"})
+            return tokens
+
+    write(editor.folder, {"a.py": "a = 33\n"})
+    build(LateReader(editor.folder, TOKENIZER, 1 << 20), editor.path, V)
+    assert editor.texts()["a.py"] == "a = 33\n" and editor.becomes(editor.truth())
+    assert editor.texts()["a.py"] == "a = 4\n"
+
+
+def test_another_corpus_takes_the_place_while_tokens_are_sorted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It must not be lost, for it has other files."""
+    monkeypatch.setattr(launch.data.kept_corpus, "MOST_DELTA_TOKENS", 8)
+    editor, goes_on = Editor(tmp_path), threading.Event()
+
+    def sorted_late(*args: Any) -> np.ndarray:
+        if threading.current_thread() is not threading.main_thread():
+            assert goes_on.wait(60)
+        return new_file(*args)
+
+    monkeypatch.setattr(launch.data.kept_corpus, "new_file", sorted_late)
+    write(editor.folder, {"a.py": "a = 2\n" * 9})
+    assert editor.becomes(editor.truth())
+    other = tmp_path / "other"
+    write(other, {"z.py": "z = 1\n"})
+    build(TextReader(other, TOKENIZER, 1 << 20), editor.path, V)
+    goes_on.set()
+    with pytest.raises(UserError, match="of another folder, or for another model; give another file with -o"):
+        editor.becomes({})
+    assert editor.texts() == {"z.py": "z = 1\n"}
+
+
+def test_a_delta_that_has_grown_waits_for_no_edit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The corpus is written anew once it is time to, though nobody edits any more."""
+    monkeypatch.setattr(launch.data.kept_corpus, "MOST_DELTA_TOKENS", 8)
+    editor = Editor(tmp_path)
+    first, editor.kept._next_from_s = identity_of(mapped(editor.path)), time.monotonic() + 0.5
+    write(editor.folder, {"a.py": "a = 2\n" * 9})
+    assert editor.becomes(editor.truth()) and identity_of(mapped(editor.path)) == first
+    until = time.monotonic() + 30
+    while delta_path(editor.path).exists() and time.monotonic() < until:
+        editor.kept.look()
+        time.sleep(0.01)
+    assert identity_of(mapped(editor.path)) != first and editor.becomes(editor.truth())
+
+
+def test_all_files_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A corpus of no tokens is none; the delta says that all are gone."""
+    monkeypatch.setattr(launch.data.kept_corpus, "MOST_DELTA_TOKENS", 1)
+    editor = Editor(tmp_path, {"a.py": "a = 1\n" * 9, "b.py": "b = 1\n" * 9})
+    (editor.folder / "a.py").unlink()
+    (editor.folder / "b.py").unlink()
+    assert editor.becomes({})
+    for _ in range(20):
+        editor.kept.look()
+        time.sleep(0.01)
+    write(editor.folder, {"c.py": "c = 1\n"})
+    assert editor.becomes({"c.py": "c = 1\n"})
+
+
+def test_files_are_not_listed_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that the list has no more, such as the last one of its folder, is no change for ever."""
+    monkeypatch.setattr(launch.data.watched_folder, "LIST_S", 3600)
+    editor = Editor(tmp_path)
+    (editor.folder / "deep/b.py").unlink()
+    (editor.folder / "deep/c.py").unlink()
+    assert editor.becomes({"a.py": "a = 1\n"})
+    listed = 0
+
+    def counted(*args: Any, **named: Any) -> list[SourceFile]:
+        nonlocal listed
+        listed += 1
+        return source_files(*args, **named)
+
+    monkeypatch.setattr(launch.data.watched_folder, "source_files", counted)
+    for _ in range(50):
+        editor.kept.look()
+        time.sleep(0.02)
+    assert listed <= 2
+
+
+def test_git_that_fails_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it leaves out may be secret; nothing is read that it did not name, and nothing is forgotten."""
+    monkeypatch.setattr(launch.data.watched_folder, "LIST_S", 0.05)
+    editor = Editor(tmp_path, FILES | {".gitignore": "secret.py\n", "secret.py": "PASSWORD = 1\n"})
+    before = editor.texts()
+    assert "secret.py" not in before
+    with monkeypatch.context() as patched, pytest.warns(UserWarning, match="until then new files are not found"):
+        patched.setattr(
+            subprocess, "run", lambda *args, **named: (_ for _ in ()).throw(OSError(11, "no more processes"))
+        )
+        for _ in range(60):
+            editor.kept.look()
+            time.sleep(0.01)
+    assert editor.texts() == before
+    write(editor.folder, {"new.py": "new = 1\n"})
+    assert editor.becomes(before | {"new.py": "new = 1\n"})
+
+
+def test_a_full_disk_costs_no_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What could not be written is written as soon as it fits."""
+    editor = Editor(tmp_path)
+    monkeypatch.setattr(launch.data.kept_corpus, "AGAIN_S", 0.05)
     before = editor.texts()
 
     def full(array: np.ndarray, path: Path) -> None:
@@ -304,8 +419,7 @@ def test_a_full_disk_costs_no_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             editor.kept.look()
             time.sleep(0.001)
     assert editor.texts() == before
-    write(editor.folder, {"deep/b.py": "b = 2\n"})
-    assert editor.becomes(before | {"a.py": "a = 2\n", "deep/b.py": "b = 2\n"})
+    assert editor.becomes(before | {"a.py": "a = 2\n"})
 
 
 def test_a_repository_of_thousands_of_files(tmp_path: Path) -> None:

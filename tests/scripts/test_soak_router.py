@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("httpx", reason="the package httpx is not installed")
 
-from scripts.soak_router import BROKEN, Down, Record
+from scripts.soak_router import BROKEN, MALFORMED, Down, Record
 from scripts.studies.parts.routers import program
 from tests.conftest import Processes
 
@@ -26,6 +26,7 @@ from tests.conftest import Processes
         (503, 1, True),  # the router did not know yet
         (503, 9, False),  # it was told
         (400, -1, False),
+        (MALFORMED, -1, False),
         (429, 1, False),
     ],
 )

@@ -7,9 +7,11 @@ tokens in the delta. A delta is of one corpus: beside another one, it is left ou
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -34,6 +36,7 @@ from lp.errors import UserError
 UNREADABLE = -1  # no digest is negative
 LOOKS = 3  # of ranks that have nothing yet, while files change
 PAUSE_S = 0.05  # between them
+AGAIN_S = 1.0  # until a file that could not be read is tried again
 
 
 class FollowedCorpora:
@@ -55,6 +58,7 @@ class FollowedCorpora:
         self.taken = not paths
         self.indexes: list[Corpus] = []
         self._digest = 0
+        self._found: list[Corpus] = []  # `indexes`, if ranks agree
         self._files: list[FollowedCorpus] = []
         self._refusal: UserError | None = None
         self._differing: Sequence[int] = ()
@@ -75,8 +79,7 @@ class FollowedCorpora:
                 digests = info.gather(self._look(info.vocabulary_size))
         if len({*digests}) == 1 and UNREADABLE not in digests:
             if digests[0] != self._digest:
-                self._take(info.vocabulary_size)
-                self._digest, self.taken = digests[0], True
+                self.indexes, self._digest, self.taken = self._found, digests[0], True
             self._differing = ()
         elif not self.taken:
             raise self._refusal or UserError(_differing(digests))
@@ -94,19 +97,33 @@ class FollowedCorpora:
                 self._files = [FollowedCorpus(path, vocabulary_size) for path in self.paths]
             for file in self._files:
                 file.look()
-        except UserError as error:
+            digest = chain_digest(0, [file.digest for file in self._files])
+            if digest != self._digest:
+                self._found = self._indexes(vocabulary_size)
+            return digest
+        except (UserError, MemoryError) as error:
             if not self.taken:
-                self._refusal = error
+                more = UserError(f"{self.paths} need more memory than there is; name fewer corpora")
+                self._refusal = error if isinstance(error, UserError) else more
                 return UNREADABLE
             warnings.warn(f"{error}; until then the corpus stays as it was", stacklevel=3)
-        return chain_digest(0, [file.digest for file in self._files])
+            return self._digest
 
-    def _take(self, vocabulary_size: int) -> None:
+    def _indexes(self, vocabulary_size: int) -> list[Corpus]:
+        """What pools look in, of the files as they are.
+
+        Raises:
+            ValueError: a delta was damaged since it was read.
+        """
         deltas = [file.delta for file in self._files if file.delta is not None]
         if len(deltas) > 1:
-            texts = [text for delta in deltas for text in (contents_of(delta) or (UNLISTED, []))[1]]
+            texts = []
+            for found in map(contents_of, deltas):
+                if found is None:
+                    raise UserError("a delta was damaged since it was read; delete it, and write its corpus anew")
+                texts += found[1]
             deltas = [new_file(vocabulary_size, texts, UNLISTED)]
-        self.indexes = [*map(Corpus.of, deltas), *(Corpus.of(file.file, file.gone) for file in self._files)]
+        return [*map(Corpus.of, deltas), *(Corpus.of(file.file, file.gone) for file in self._files)]
 
 
 class FollowedCorpus:
@@ -130,6 +147,7 @@ class FollowedCorpus:
         self.path = path
         self._vocabulary_size = vocabulary_size
         self._states: tuple[FileState, FileState] | None = None  # of both files, when they were looked at last
+        self._again_s = math.inf  # when what could not be read is tried again
         self._file_state: FileState = None  # of what `file` was read from
         self._spans: dict[str, tuple[int, int]] | None = None  # by file, once they are needed
         self.file = np.zeros(0, np.int64)
@@ -139,16 +157,16 @@ class FollowedCorpus:
         """Read what has changed since.
 
         Raises:
-            ValueError: it can't be used; said once, and all stays as it was.
+            ValueError: it can't be used, and all stays as it was; said again each AGAIN_S, until it can.
         """
         path = delta_path(self.path)
         states = state_of(self.path), state_of(path)
-        if states == self._states:
+        if states == self._states and time.monotonic() < self._again_s:
             return
-        self._states = states
+        self._states, self._again_s = states, time.monotonic() + AGAIN_S
         is_new = states[0] is None or states[0] != self._file_state
         file = read_file(self.path, self._vocabulary_size) if is_new else self.file
-        delta = None if states[1] is None else read_file(str(path), self._vocabulary_size)
+        delta = None if states[1] is None else self._read_delta(path)
         spans, gone = None if is_new else self._spans, list[int]()
         if delta is not None:
             try:
@@ -165,6 +183,14 @@ class FollowedCorpus:
         self.file, self._file_state, self._spans = file, states[0], spans
         self.delta, self.gone = delta, gone
         self.digest = chain_digest(0, [digest_of(file), 0 if delta is None else digest_of(delta), *gone])
+        self._again_s = math.inf
+
+    def _read_delta(self, path: Path) -> np.ndarray:
+        try:
+            return read_file(str(path), self._vocabulary_size)
+        except UserError as error:
+            cause = str(error).partition(";")[0]
+            raise UserError(f"{cause}; delete it, and write its corpus {self.path!r} anew") from None
 
 
 def _spans(file: np.ndarray) -> dict[str, tuple[int, int]]:

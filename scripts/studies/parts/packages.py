@@ -21,7 +21,7 @@ def fetch_package(requirement: str, folder: Path) -> Path:
         UserError: pip does not get it, and why.
     """
     target = folder / requirement
-    target.mkdir(parents=True)
+    target.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--only-binary", ":all:", "--dest", str(target), requirement]
     done = subprocess.run(command, capture_output=True, text=True)
