@@ -11,6 +11,7 @@ import pytest
 
 import lp
 from lp.draft.pool.corpus import MAX_MATCH, SAMPLED, Corpus
+from lp.draft.pool.corpus_file import listing_of, spans_of
 from lp.draft.pool.factory import PoolFactory, fresh_tables
 from lp.draft.pool.mixture import (
     CORPUS_0,
@@ -55,6 +56,17 @@ def feature_of(length: int, count: int, rows: int) -> int:
     more = sum(rows >= limit for limit in (2, 4, 10))
     share = 5 if count == rows else sum(count / rows >= limit for limit in (0.1, 0.25, 0.5, 0.8))
     return CORPUS_0 + (longer * 4 + more) * SHARES + share
+
+
+def test_a_corpus_whose_rows_are_gone_leaves_the_vote_to_another() -> None:
+    """Few of many rows are looked at; where all of these are gone, another corpus has the longest run."""
+    file = corpus_of([[1, 2, 3]] * 500 + [[7, 1, 2, 4]], 9)
+    spans = spans_of(listing_of(file))
+    edited = Corpus.of(file, [end for span in spans[:500] for end in span])
+    other = Corpus.of(corpus_of([[1, 2, 5]], 9))
+    pool = NGramPool(SMALL, [1, 2, 3], None, empty_tables(SMALL, None), corpora=[edited, other])
+    assert corpus_votes(ballot(pool, [1, 2])) == {5: feature_of(2, 1, 1)}
+    assert corpus_votes(ballot(pool, [7, 1, 2])) == {4: feature_of(3, 1, 1)}
 
 
 @pytest.mark.parametrize("seed", range(8))

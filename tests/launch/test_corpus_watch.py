@@ -191,18 +191,24 @@ def test_a_corpus_in_its_own_folder(tmp_path: Path) -> None:
     assert delta_path(editor.path).stat().st_mtime_ns == written
 
 
-def test_the_corpus_is_written_anew_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Edits are followed meanwhile, and those that the new corpus lacks are not lost when it comes."""
-    monkeypatch.setattr(launch.data.kept_corpus, "MOST_DELTA_TOKENS", 8)
-    editor = Editor(tmp_path)
-    goes_on, first = threading.Event(), identity_of(mapped(editor.path))
+def sorted_late(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Let the thread that sorts a corpus' tokens wait for an event, which is returned."""
+    goes_on = threading.Event()
 
-    def sorted_late(*args: Any) -> np.ndarray:
+    def late(*args: Any) -> np.ndarray:
         if threading.current_thread() is not threading.main_thread():
             assert goes_on.wait(60)
         return new_file(*args)
 
-    monkeypatch.setattr(launch.data.kept_corpus, "new_file", sorted_late)
+    monkeypatch.setattr(launch.data.kept_corpus, "new_file", late)
+    return goes_on
+
+
+def test_the_corpus_is_written_anew_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Edits are followed meanwhile, and those that the new corpus lacks are not lost when it comes."""
+    monkeypatch.setattr(launch.data.kept_corpus, "MOST_DELTA_TOKENS", 8)
+    editor = Editor(tmp_path)
+    goes_on, first = sorted_late(monkeypatch), identity_of(mapped(editor.path))
     write(editor.folder, {"a.py": "a = 2\n" * 9})
     assert editor.becomes(editor.truth())
     write(editor.folder, {"deep/c.py": "c = 3\n" * 4, "late.py": "late\n"})
@@ -317,14 +323,7 @@ def test_another_corpus_takes_the_place_while_tokens_are_sorted(
 ) -> None:
     """It must not be lost, for it has other files."""
     monkeypatch.setattr(launch.data.kept_corpus, "MOST_DELTA_TOKENS", 8)
-    editor, goes_on = Editor(tmp_path), threading.Event()
-
-    def sorted_late(*args: Any) -> np.ndarray:
-        if threading.current_thread() is not threading.main_thread():
-            assert goes_on.wait(60)
-        return new_file(*args)
-
-    monkeypatch.setattr(launch.data.kept_corpus, "new_file", sorted_late)
+    editor, goes_on = Editor(tmp_path), sorted_late(monkeypatch)
     write(editor.folder, {"a.py": "a = 2\n" * 9})
     assert editor.becomes(editor.truth())
     other = tmp_path / "other"

@@ -337,20 +337,26 @@ def search_corpora(corpora, num_corpora, recent, known, before, match, followers
         match[MATCH_CORPUS], match[MATCH_LENGTH], match[MATCH_PLACE] = before[MATCH_CORPUS], most, place + 1
         followers[0], counts[0] = corpus.numbers[newest + 1], 1
         return 1, 1
-    best, first, behind = 0, 0, 0
     most = min(known, max(most, 2))
-    match[MATCH_CORPUS], match[MATCH_PLACE] = 0, -1
-    for index in range(num_corpora):
-        length, begin, end = find_match(corpora[index], recent, most)
-        if length > best:
-            best, first, behind = length, begin, end
-            match[MATCH_CORPUS] = index
-    match[MATCH_LENGTH] = best
-    if best == 0:
-        return 0, 0
-    found, rows, place = count_followers(corpora[match[MATCH_CORPUS]], first, behind, followers, counts)
-    match[MATCH_PLACE] = place
-    return found, rows
+    left_out = 0  # a bit for each corpus whose rows of its longest run are gone, as far as they are looked at
+    while True:
+        best, first, behind = 0, 0, 0
+        match[MATCH_CORPUS], match[MATCH_PLACE] = 0, -1
+        for index in range(num_corpora):
+            length, begin, end = 0, 0, 0
+            if left_out >> index & 1 == 0:
+                length, begin, end = find_match(corpora[index], recent, most)
+            if length > best:
+                best, first, behind = length, begin, end
+                match[MATCH_CORPUS] = index
+        match[MATCH_LENGTH] = best
+        if best == 0:
+            return 0, 0
+        found, rows, place = count_followers(corpora[match[MATCH_CORPUS]], first, behind, followers, counts)
+        if found > 0:
+            match[MATCH_PLACE] = place
+            return found, rows
+        left_out |= 1 << match[MATCH_CORPUS]
 
 
 @jit
