@@ -10,6 +10,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from lp.checks import check_choice, check_count, check_kind, check_switches, set_field
@@ -228,7 +229,7 @@ def check_corpora(given: Any) -> tuple[str, ...]:
     """Paths of corpora, as a config keeps them: it may be compared, and made from a list.
 
     Raises:
-        ValueError: they are no paths, too many, or one is there twice.
+        ValueError: they are no paths, too many, or two have the same path or name.
     """
     remedy = "give a list of files of `lp corpus build`"
     if isinstance(given, (str, bytes)) or not isinstance(given, Sequence):
@@ -238,7 +239,35 @@ def check_corpora(given: Any) -> tuple[str, ...]:
     paths = tuple(str(path) for path in given)
     if len(paths) > MAX_CORPORA or len(set(paths)) < len(paths):
         raise UserError(f"corpora is {list(paths)}; give {MAX_CORPORA} at most, each once")
+    if len({*map(corpus_name, paths)}) < len(paths):
+        raise UserError(f"corpora is {list(paths)}, of which two have the same name but for the ending; rename one")
     return paths
+
+
+def corpus_name(path: str) -> str:
+    """What requests call the corpus of a file: the file's name without the ending."""
+    return Path(path).stem
+
+
+def chosen_corpora(given: Any, known: Sequence[str]) -> tuple[str, ...] | None:
+    """The corpora that a text may look in.
+
+    Args:
+        given: their names; None: all.
+        known: names of all that there are.
+
+    Raises:
+        ValueError: it is no list of names, or names another one.
+    """
+    if given is None:
+        return None
+    remedy = f"give names of these: {', '.join(known)}" if known else "leave it out: there are no corpora here"
+    if isinstance(given, (str, bytes)) or not isinstance(given, Sequence):
+        raise UserError(f"corpora is {given!r}; {remedy}")
+    for name in given:
+        if name not in known:
+            raise UserError(f"corpora has {name!r}; {remedy}")
+    return tuple(sorted({*given}))
 
 
 def windowless(num_tokens: int) -> LookaheadConfig:

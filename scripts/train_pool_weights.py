@@ -103,7 +103,7 @@ class Recorder(lp.LookaheadDecoder):
     """A decoder whose pools keep their votes."""
 
     model_ngrams: np.ndarray | None = None
-    corpora: Sequence[np.ndarray] = ()
+    corpus_files: Sequence[np.ndarray] = ()
     pool: RecordingPool
 
     def source(self, request: Request) -> DraftSource:
@@ -119,7 +119,7 @@ class Recorder(lp.LookaheadDecoder):
             known = [*map(Corpus.of, corpora)]
             return kind(self.config, request.prompt, sampler.noise_key, tables, ngrams, temperature, known)
 
-        recording = pool(RecordingPool, self.model_ngrams, self.corpora)
+        recording = pool(RecordingPool, self.model_ngrams, self.corpus_files)
         assert isinstance(recording, RecordingPool)
         self.pool = recording.keep(pool(NGramPool, None))
         return self.pool
@@ -173,7 +173,7 @@ def record(
     jobs = [(*job, rng.choice(SHAPES)) for job in product(texts, TEMPERATURES)]
     rng.shuffle(jobs)
     Recorder.model_ngrams = read_file(ngrams, loaded.model.config._name_or_path, vocabulary_size(loaded.model))
-    Recorder.corpora = [tree.corpus(loaded.tokenizer, vocabulary_size(loaded.model))] if tree else []
+    Recorder.corpus_files = [tree.corpus(loaded.tokenizer, vocabulary_size(loaded.model))] if tree else []
     decoders = {
         (w, n, g): Recorder(loaded.model, lp.LookaheadConfig(window_size=w, ngram_size=n, guess_set_size=g))
         for w, n, g in SHAPES

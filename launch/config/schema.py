@@ -492,7 +492,8 @@ class ServeConfig(AnsweringConfig):
         host: where rank 0 listens; 0.0.0.0 is every address of the machine, which wants an api_key.
         port: the port; 0 takes any free one, and says which.
         api_keys: a file with a line NAME KEY for each client, beside `api_key`: what is kept of texts (pool.history, a
-            session's pool, prefixes) is for texts of the same name alone. null: there are no named keys.
+            session's pool, prefixes) is for texts of the same name alone. A line that ends with corpora=A,B lets the
+            client's texts look in these corpora alone. null: there are no named keys.
         metrics_key: whether /metrics needs the key too: scrapers rarely have one.
         models_key: whether the list of models needs the key: false lets a router's probes read it.
         max_waiting: texts that may wait; further ones are refused with 429.

@@ -18,9 +18,10 @@ from lp.errors import UserError
 
 from .api_errors import SHOWN, ApiError, of_validation
 from .llamacpp import llamacpp_routes
+from .named_keys import Client, NamedKey
 from .openai import openai_routes
 from .responses_api import responses_routes
-from .served import OWNER, Served
+from .served import CLIENT, Served
 from .status import OPEN_PATHS, open_paths, status_routes
 
 Message = MutableMapping[str, Any]
@@ -39,7 +40,7 @@ def build_app(
     host: str = LOOPBACK[0],
     metrics_key: bool = False,
     models_key: bool = True,
-    named_keys: Mapping[str, str] | None = None,
+    named_keys: Mapping[str, NamedKey] | None = None,
 ) -> Any:
     """The ASGI application: all endpoints behind the checks of key, host and size.
 
@@ -61,8 +62,8 @@ def build_app(
     app.add_exception_handler(RecursionError, _too_deep)
     app.add_exception_handler(Exception, _failure)
     by_any_name = host not in LOOPBACK
-    keys = {} if api_key is None else {api_key: ""}
-    keys |= {key: name for name, key in (named_keys or {}).items()}
+    keys = {} if api_key is None else {api_key: Client()}
+    keys |= {named.key: Client(name, named.corpora) for name, named in (named_keys or {}).items()}
     return Guard(app, served, keys, max_body_bytes, by_any_name, open_paths(metrics_key, models_key))
 
 
@@ -107,7 +108,7 @@ class Guard:
     Args:
         app: what is behind it.
         served: the model, whose metrics count responses.
-        keys: keys that clients may give, with the name of each; none: there is no key.
+        keys: keys that clients may give, with whose each is; none: there is no key.
         max_body_bytes: see `build_app`.
         by_any_name: any name that a client calls the server by will do, with a key or without.
         open_paths: what is answered without the key.
@@ -119,7 +120,7 @@ class Guard:
         self,
         app: FastAPI,
         served: Served,
-        keys: Mapping[str, str],
+        keys: Mapping[str, Client],
         max_body_bytes: int,
         by_any_name: bool,
         open_paths: Container[str],
@@ -129,7 +130,7 @@ class Guard:
         self.max_body_bytes = max_body_bytes
         self.by_any_name = by_any_name
         self.open_paths = open_paths
-        self._keys = {key.encode(): name for key, name in keys.items()}
+        self._keys = {key.encode(): client for key, client in keys.items()}
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -162,13 +163,13 @@ class Guard:
         await self.app(scope, replay, counted)
 
     def _check_key(self, scope: Message) -> bool:
-        """Refuse a request that lacks the key it needs, and note its key's name; whether it has one."""
+        """Refuse a request that lacks the key it needs, and note whose it is; whether it has one."""
         if not self._keys:
             return False
         given = dict(scope["headers"]).get(b"authorization", b"")
-        names = [name for key, name in self._keys.items() if hmac.compare_digest(given, b"Bearer " + key)]
-        has_key = bool(names)
-        scope[OWNER] = names[0] if names else ""
+        clients = [client for key, client in self._keys.items() if hmac.compare_digest(given, b"Bearer " + key)]
+        has_key = bool(clients)
+        scope[CLIENT] = clients[0] if clients else Client()
         if not has_key and scope["path"] not in self.open_paths:
             raise ApiError(401, "this server needs its API key; send it as Authorization: Bearer KEY")
         return has_key

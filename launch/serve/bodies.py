@@ -310,6 +310,7 @@ class Generated(Body):
     stream: Bool = False
     samplers: Annotated[Names, BeforeValidator(_sampler_names)] | None = None
     ignore_eos: Bool = False
+    corpora: Names | None = None
 
     @property
     def grammar_given(self) -> tuple[str, str] | None:

@@ -96,6 +96,7 @@ class LlamaCompletion:
             frequency_penalty=body.frequency_penalty if penalised else 0.0,
             repeat_last_n=body.repeat_last_n,
             grammar=body.grammar_given,
+            corpora=served.corpora(body.corpora),
         )
         self.nothing = wanted == 0
         limit_s = max(body.t_max_predict_ms, 0) / 1000

@@ -2,14 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from lp.config import chosen_corpora
 from lp.engine.decoder import OWNER
 from lp.errors import UserError
 
+CORPORA = "corpora="
 
-def read_keys(path: str | None, api_key: str | None = None) -> dict[str, str]:
-    """The keys of a file with a line NAME KEY for each client, by name; lines that begin with # are left out.
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """Who a request comes from, as far as its key tells.
+
+    Attributes:
+        name: what is kept of the client's texts goes by it; empty where the key has no name.
+        corpora: names of the corpora that the client's texts may look in; None: all of the server's.
+    """
+
+    name: str = ""
+    corpora: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NamedKey:
+    """A client's key, and the corpora that its texts may look in, as of Client."""
+
+    key: str
+    corpora: tuple[str, ...] | None = None
+
+
+def read_keys(path: str | None, api_key: str | None = None) -> dict[str, NamedKey]:
+    """The keys of a file with a line NAME KEY, or NAME KEY corpora=A,B, for each client, by name.
+
+    Lines that begin with # are left out.
 
     Args:
         path: the file; None: there is none.
@@ -27,20 +55,42 @@ def read_keys(path: str | None, api_key: str | None = None) -> dict[str, str]:
         raise UserError(
             f"api_keys is {path!r}, which can't be read ({reason}); give a file of lines NAME KEY"
         ) from None
-    keys: dict[str, str] = {}
+    keys: dict[str, NamedKey] = {}
     for number, line in enumerate(lines, 1):
         words = line.split()
         if not words or words[0].startswith("#"):
             continue
-        name = words[0]
-        if len(words) != 2 or not OWNER.fullmatch(name):
+        name, corpora = words[0], [word for word in words[2:] if word.startswith(CORPORA)]
+        if len(words) != 2 + len(corpora) or len(corpora) > 1 or not OWNER.fullmatch(name):
             raise UserError(
-                f"line {number} of {path} is not NAME KEY; give a name of up to 64 ASCII letters, digits, '_' and '-', "
-                "a space, and the key"
+                f"line {number} of {path} is not NAME KEY or NAME KEY corpora=A,B; give a name of up to 64 ASCII "
+                "letters, digits, '_' and '-', a space, and the key"
             )
-        if name in keys or words[1] in [*keys.values(), api_key]:
+        if name in keys or words[1] in [*(named.key for named in keys.values()), api_key]:
             raise UserError(f"line {number} of {path} has a name or a key that is there already; give each once")
-        keys[name] = words[1]
+        keys[name] = NamedKey(words[1], _listed(corpora[0]) if corpora else None)
     if not keys:
         raise UserError(f"{path} has no key; give a line NAME KEY for each client, or api_keys=null")
     return keys
+
+
+def check_corpora(path: str | None, known: Sequence[str]) -> None:
+    """Refuse keys whose clients may look in a corpus that the server does not have.
+
+    Args:
+        path: the file of keys; None: there is none.
+        known: names of the server's corpora.
+
+    Raises:
+        ValueError: names the client, and the corpora that there are.
+    """
+    for name, named in read_keys(path).items():
+        try:
+            chosen_corpora(named.corpora, known)
+        except UserError as error:
+            raise UserError(f"the line of {name!r} in {path}: {error}") from None
+
+
+def _listed(word: str) -> tuple[str, ...]:
+    """The names behind `corpora=`."""
+    return tuple(filter(None, word.removeprefix(CORPORA).split(",")))

@@ -90,6 +90,7 @@ def spec_of(served: Served, body: OpenAI, prompt: list[int], max_tokens: int | N
         frequency_penalty=(penalised and body.frequency_penalty) or 0.0,
         repeat_last_n=-1 if body.repeat_last_n is None else body.repeat_last_n,
         grammar=body.grammar_given,
+        corpora=served.corpora(body.corpora),
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import lp
+from lp.config import chosen_corpora
 from lp.errors import RanksParted, UserError
 from lp.models.loader import context_limit
 from lp.models.vocabulary import embedded_tokens
@@ -30,6 +31,7 @@ from .engine_loop import Abandoned, Busy, Closing, Ending, EngineLoop, Event, Li
 from .fim import FimPrompts
 from .image_urls import ImageUrls
 from .metrics import Metrics
+from .named_keys import Client
 from .names import ModelNames
 from .reasoning import Reasoning, ReasoningWatch
 from .spec import TextSpec
@@ -54,7 +56,7 @@ class Limits:
     timeout_s: float = 600.0
 
 
-OWNER = "lp.owner"  # where a request's scope has the name of its key
+CLIENT = "lp.client"  # where a request's scope has whose key it has
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +76,7 @@ class Served:
         fim: makes prompts of gaps; None where the model has no tokens for it.
         reasoning: tokens around the reasoning that answers of a chat begin with; None where that is no matter.
         created: time of the start.
-        owner: name of the key of the client that asks, in what `asked_by` gives.
+        client: who asks, in what `asked_by` gives.
         adapters: names of the LoRA adapters that clients may choose in the model's place.
         adapter: the one that a client has chosen, in what `chosen` gives; None for none.
         images: makes prompts with images; None: the model takes text alone.
@@ -94,7 +96,7 @@ class Served:
     reasoning: ReasoningBlock | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     served_as: Sequence[str] = ()
-    owner: str = ""
+    client: Client = field(default_factory=Client)
     adapters: tuple[str, ...] = ()
     adapter: str | None = None
     images: ImagePrompts | None = None
@@ -111,9 +113,9 @@ class Served:
 
     def asked_by(self, scope: Mapping[str, Any]) -> Served:
         """This model for the client that a request came from, as its scope tells."""
-        return self._with("owner", scope.get(OWNER, ""))
+        return self._with("client", scope.get(CLIENT, Client()))
 
-    def _with(self, name: str, value: str | None) -> Served:
+    def _with(self, name: str, value: str | Client | None) -> Served:
         """This model with one field changed, and all that was made of its tokenizer."""
         changed = copy.copy(self)
         object.__setattr__(changed, name, value)
@@ -235,6 +237,25 @@ class Served:
         if self.sampling is None and not checkpoint.samples and not defaults:
             said["temperature"] = 0.0
         return lp.SamplingParams(**said | {name: value for name, value in own.items() if value != neutral[name]})
+
+    def corpora(self, asked: Sequence[str] | None) -> tuple[str, ...] | None:
+        """Names of the corpora that a text looks in: those that the client asks for, or all that it may use.
+
+        Args:
+            asked: what the client says; None: nothing.
+
+        Returns:
+            The names; None: all that there are.
+
+        Raises:
+            ApiError: 400: there is none of a name, or the client may not use it.
+        """
+        own = self.client.corpora
+        try:
+            chosen = chosen_corpora(asked, self.loop.engine.decoder.corpora if own is None else own)
+        except UserError as error:
+            raise ApiError(400, str(error), "corpora") from None
+        return own if chosen is None else chosen
 
     def ends(self, others: Sequence[int] = (), ignored: bool = False) -> list[int] | None:
         """Token ids that end a text; None for the model's own alone.
@@ -400,7 +421,7 @@ class TextGroup:
         self._waits_for_first = set(range(len(wanted)))
         loop = served.loop
         served.check_count(len(wanted))
-        specs = [replace(text.spec, owner=served.owner, adapter=served.adapter) for text in wanted]
+        specs = [replace(text.spec, owner=served.client.name, adapter=served.adapter) for text in wanted]
         unfinished = served.unfinished
         key = unfinished.key(specs)
         self._noted = unfinished.begin(name, key, texts=len(wanted), seed=(specs[0].sampling or {}).get("seed"))

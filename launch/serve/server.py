@@ -10,6 +10,7 @@ from typing import Any
 
 import lp
 from lp.checks import check_int
+from lp.config import corpus_name
 from lp.engine.interrupts import Terminated, sigterm_raises
 from lp.errors import UserError
 
@@ -17,7 +18,7 @@ from ..config.sampling import describe_sampling
 from ..config.schema import ServeConfig
 from ..running.once import rank
 from .engine_loop import EngineLoop
-from .named_keys import read_keys
+from .named_keys import check_corpora, read_keys
 from .opening import Opened, check_answering, check_packages, follow, open_engine, own_journal, read_settings, report
 
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")  # of the extra
@@ -65,6 +66,7 @@ def check(config: ServeConfig) -> None:
     check_packages("serve", [*PACKAGES, *(["httpx"] if config.allow_image_urls else [])])
     check_answering(config)
     read_keys(config.api_keys, config.api_key)
+    check_corpora(config.api_keys, [*map(corpus_name, config.pool.corpora)])
     check_int("port", config.port, 0, 65535, "0 takes any free one")
     check_int("max_waiting", config.max_waiting, 0, float("inf"), "0 refuses what can't begin at once")
 

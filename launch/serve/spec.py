@@ -71,6 +71,7 @@ class TextSpec:
         logprobs: how many of the likeliest tokens are reported beside each token; None reports none, and no log
             probability of the token either.
         owner: name of the client's key; empty where it has none.
+        corpora: names of the server's corpora that the text may look in; None: all.
         images: images of the prompt; None for none.
         adapter: name of the adapter that the text goes through; None for none.
     """
@@ -90,6 +91,7 @@ class TextSpec:
     logprobs: int | None = None
     reasoning: Sequence[int] | None = None
     owner: str = ""
+    corpora: Sequence[str] | None = None
     images: SentTensors | None = None
     adapter: str | None = None
 
@@ -129,6 +131,7 @@ class TextSpec:
             "grammar": self._grammar(grammars),
             "continued": len(self.resumed),
             "owner": self.owner,
+            "corpora": self.corpora,
             "adapter": self.adapter,
             **(self.images.behind(len(self.resumed)) if self.images else {}),
         }

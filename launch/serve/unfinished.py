@@ -119,6 +119,7 @@ class UnfinishedRequests:
         digests = {place: chain_digest(0, prompt) for place, prompt in prompts.items()}
         same: dict[str, Any] = {
             "prediction": [],
+            "corpora": None,
             "images": text_digest(specs[0].images.text) if specs[0].images else None,
         }
         texts = [replace(spec, images=None).as_data() | {"prompt": digests[id(spec.prompt)]} | same for spec in specs]

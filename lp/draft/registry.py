@@ -80,6 +80,7 @@ class Call(CallInfo):
         step_tokens: most tokens of a step, on all ranks, that an adaptive budget finds worth their time; None: the
             budget is fixed.
         temperature: the sampler's temperature; 1 where it has none.
+        corpora: names of the factory's corpora that the text may look in; None: all.
     """
 
     prompt: Sequence[int]
@@ -87,10 +88,17 @@ class Call(CallInfo):
     noise: tuple[int, int] | None
     step_tokens: int | None
     temperature: float
+    corpora: Sequence[str] | None = None
 
 
 class SourceFactory(ABC):
-    """Makes the draft sources of a decoder, one for every call, and has what outlives a call."""
+    """Makes the draft sources of a decoder, one for every call, and has what outlives a call.
+
+    Attributes:
+        corpora: names of the corpora that calls may choose among.
+    """
+
+    corpora: Sequence[str] = ()
 
     @abstractmethod
     def new_source(self, call: Call) -> DraftSource:

@@ -14,7 +14,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
 
 from lp.checks import check_callback, check_int, check_kind, flat_list
-from lp.config import Exact, KVDtype
+from lp.config import Exact, KVDtype, chosen_corpora
 from lp.engine.inputs import (
     Eos,
     Prompt,
@@ -67,9 +67,11 @@ class Decoder:
 
     Attributes:
         follows: the checkpoint's generation config is followed ("auto") where a call does not say, or not ("none").
+        corpora: names of the corpora that texts may look in.
     """
 
     follows = AUTO
+    corpora: Sequence[str] = ()
 
     def __init__(self, model: PreTrainedModel, context: ParallelContext | None = None) -> None:
         check_model(model)
@@ -102,6 +104,7 @@ class Decoder:
         seed: int | None = None,
         continued: int = 0,
         owner: str | None = "",
+        corpora: Sequence[str] | None = None,
         adapter: str | None = None,
         **inputs: Any,
     ) -> GenerationOutput:
@@ -136,6 +139,8 @@ class Decoder:
             owner: whose text it is, of ASCII letters, digits, "_" and "-": what is kept of texts (a session's pool, a
                 history, prefixes that an engine reuses) is used for texts of the same owner alone. None: this text
                 leaves nothing, and uses nothing that others have left.
+            corpora: names of the decoder's corpora that the text may look in, which are those of their files without
+                the ending; an empty list is none, None all.
             adapter: name of a LoRA adapter of PEFT that the model has loaded, for this text alone; texts of an engine
                 share steps whatever theirs are. None: the adapters that are active on the model.
             inputs: what else a model's processor gives, by its names there, as `pixel_values`:
@@ -170,6 +175,7 @@ class Decoder:
             "seed": seed,
             "continued": continued,
             "owner": owner,
+            "corpora": corpora,
             "adapter": adapter,
             **inputs,
         }
@@ -206,6 +212,7 @@ class Decoder:
         seed: int | None = None,
         continued: int = 0,
         owner: str | None = "",
+        corpora: Sequence[str] | None = None,
         adapter: str | None = None,
         **inputs: Any,
     ) -> Request:
@@ -298,6 +305,7 @@ class Decoder:
             seed=None if sampling is None or sampling.greedy else sampling.seed,
             continued=continued,
             owner=owner,
+            corpora=chosen_corpora(corpora, self.corpora),
             images=images,
             adapter=adapter,
         )

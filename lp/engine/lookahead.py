@@ -91,6 +91,7 @@ class LookaheadDecoder(BatchDecoder):
         super().__init__(model, context)
         self.settings: DraftConfig = LookaheadConfig() if config is None else config
         self.factory = source_of(self.settings).factory(self.settings)
+        self.corpora = self.factory.corpora
         if capture not in list(Capture):
             raise UserError(f"capture is {capture!r}; it must be one of {[str(choice) for choice in Capture]}")
         self.runner = runner_for(model, attention, Capture(capture), exact, kv_dtype)
@@ -183,6 +184,7 @@ class LookaheadDecoder(BatchDecoder):
             noise=request.sampler.noise_key,
             step_tokens=self.step_times.affordable_tokens * self.context.steps.size if self.step_times else None,
             temperature=request.sampler.processors.temperature,
+            corpora=request.corpora,
         )
         return self.factory.new_source(call)
 
@@ -192,6 +194,7 @@ class LookaheadDecoder(BatchDecoder):
         asked |= {"max_new_tokens": request.max_new_tokens, **request.stopping.settings, **request.sampler.settings}
         asked |= {
             "owner": request.owner,
+            "choice of corpora": request.corpora,
             "adapter": request.adapter,
             "exact": str(self.exact),
             "kv_dtype": str(self.runner.kv_dtype),

@@ -31,6 +31,7 @@ class Request:
         continued: how many of the prompt's last tokens are of the text itself.
         owner: whose text it is: prefixes, session and history are kept apart by owner; None: the text leaves nothing,
             and uses nothing that others have left.
+        corpora: names of the decoder's corpora that the text may look in; None: all.
         images: images of the prompt; None for none.
         adapter: name of the LoRA adapter that the text goes through; None: those that are active on the model.
     """
@@ -49,6 +50,7 @@ class Request:
     seed: int | None = None
     continued: int = 0
     owner: str | None = ""
+    corpora: Sequence[str] | None = None
     images: PromptImages | None = None
     adapter: str | None = None
 

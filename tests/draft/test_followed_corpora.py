@@ -7,6 +7,7 @@ import threading
 import time
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -39,10 +40,14 @@ def written(path: Path, texts: Sequence[Sequence[int]], vocabulary: int = 9) -> 
     return corpus
 
 
+def indexes_of(corpora: FollowedCorpora, names: Sequence[str] | None = None) -> list[Corpus]:
+    return corpora.indexes(names, 9)
+
+
 def followers(indexes: Sequence[Corpus], text: Sequence[int]) -> set[int]:
     """What followed the longest run of the text's last tokens in these."""
     found = [looked_up(index, text) for index in indexes]
-    longest = max(length for length, *_ in found)
+    longest = max((length for length, *_ in found), default=0)
     return {token for length, counts, _ in found if length == longest for token in counts}
 
 
@@ -52,25 +57,25 @@ def test_a_changed_file_has_its_new_text_alone(tmp_path: Path) -> None:
     base = written(path, [OLD, OTHER])
     corpora = FollowedCorpora([str(path)])
     first = corpora.follow(INFO)
-    assert followers(corpora.indexes, [1, 2, 3]) == {4} and corpora.follow(INFO) == first
+    assert followers(indexes_of(corpora), [1, 2, 3]) == {4} and corpora.follow(INFO) == first
     write_file(delta_of(base, {"0.py": NEW, "new.py": [2, 2, 8]}, 9), delta_path(path))
-    before = [*corpora.indexes]
+    before = [*indexes_of(corpora)]
     second = corpora.follow(INFO)
-    assert followers(corpora.indexes, [1, 2, 3]) == {6} and followers(corpora.indexes, [2, 2]) == {8}
-    assert followers(corpora.indexes, [7, 8]) == {7}, "another file"
+    assert followers(indexes_of(corpora), [1, 2, 3]) == {6} and followers(indexes_of(corpora), [2, 2]) == {8}
+    assert followers(indexes_of(corpora), [7, 8]) == {7}, "another file"
     assert followers(before, [1, 2, 3]) == {4}, "of a text that began before"
     write_file(delta_of(base, {"0.py": []}, 9), delta_path(path))
     third = corpora.follow(INFO)
-    assert followers(corpora.indexes, [1, 2, 3]) == set() == followers(corpora.indexes, [2, 2]), "deleted"
+    assert followers(indexes_of(corpora), [1, 2, 3]) == set() == followers(indexes_of(corpora), [2, 2]), "deleted"
     delta_path(path).unlink()
-    assert corpora.follow(INFO) == first and followers(corpora.indexes, [1, 2, 3]) == {4}
+    assert corpora.follow(INFO) == first and followers(indexes_of(corpora), [1, 2, 3]) == {4}
     written(path, [NEW])
     fourth = corpora.follow(INFO)
-    assert followers(corpora.indexes, [1, 2, 3]) == {6} and len({first, second, third, fourth}) == 4
+    assert followers(indexes_of(corpora), [1, 2, 3]) == {6} and len({first, second, third, fourth}) == 4
     base = written(path, [OTHER * 2, OLD, NEW])
     write_file(delta_of(base, {"1.py": []}, 9), delta_path(path))
     corpora.follow(INFO)
-    assert followers(corpora.indexes, [1, 2, 3]) == {6}, "the file has another place there"
+    assert followers(indexes_of(corpora), [1, 2, 3]) == {6}, "the file has another place there"
 
 
 def test_a_delta_of_another_corpus_is_left_out(tmp_path: Path) -> None:
@@ -90,8 +95,30 @@ def test_deltas_of_several_corpora_are_one_index(tmp_path: Path) -> None:
         write_file(delta_of(base, {"0.py": [3, 4, token]}, 9), delta_path(path))
     corpora = FollowedCorpora([*map(str, paths)])
     corpora.follow(INFO)
-    assert len(corpora.indexes) == 5 and looked_up(corpora.indexes[0], [3, 4])[1].keys() == {0, 1, 2, 3}
-    assert followers(corpora.indexes, [1, 2]) == set() and followers(corpora.indexes, [7, 8]) == {7}
+    assert len(indexes_of(corpora)) == 5 and looked_up(indexes_of(corpora)[0], [3, 4])[1].keys() == {0, 1, 2, 3}
+    assert followers(indexes_of(corpora), [1, 2]) == set() and followers(indexes_of(corpora), [7, 8]) == {7}
+
+
+def test_a_text_looks_in_the_corpora_that_it_names(tmp_path: Path) -> None:
+    """And in what has changed of these alone: a client may have no right to the others."""
+    paths = [tmp_path / f"{name}.corpus" for name in "abc"]
+    for token, path in enumerate(paths, 3):
+        base = written(path, [[1, 2, token], [6, 7, token]])
+        if token != 3:
+            write_file(delta_of(base, {"1.py": [6, 8, token]}, 9), delta_path(path))
+    corpora = FollowedCorpora([*map(str, paths)])
+    corpora.follow(INFO)
+    for names in (None, (), ("a",), ("b",), ("a", "c"), ("b", "c"), ("a", "b", "c")):
+        indexes = indexes_of(corpora, names)
+        own = [token for token, path in enumerate(paths, 3) if names is None or path.stem in names]
+        assert set[int]().union(*(followers([index], [1, 2]) for index in indexes)) == {*own}
+        assert set[int]().union(*(followers([index], [6, 8]) for index in indexes)) == {*own} - {3}
+        assert followers(indexes, [6, 7]) == ({3} if 3 in own else set()), "the others' file has changed"
+        assert indexes_of(corpora, names) is indexes, "made once"
+    before = indexes_of(corpora, ["b"])
+    written(paths[1], [[1, 2, 8]])
+    corpora.follow(INFO)
+    assert followers(indexes_of(corpora, ["b"]), [1, 2]) == {8} and followers(before, [1, 2]) == {4}
 
 
 def test_files_cut_after_any_byte(tmp_path: Path) -> None:
@@ -111,7 +138,7 @@ def test_files_cut_after_any_byte(tmp_path: Path) -> None:
             if length % 16 == 0:
                 with pytest.warns(UserWarning, match="until then the corpus stays as it was"):
                     assert corpora.follow(INFO) == digest
-                assert followers(corpora.indexes, [1, 2, 3]) == {6}
+                assert followers(indexes_of(corpora), [1, 2, 3]) == {6}
         file.write_bytes(whole)
         assert corpora.follow(INFO) == digest
     with warnings.catch_warnings():
@@ -218,6 +245,48 @@ def test_a_text_keeps_what_it_began_with(tmp_path: Path) -> None:
         assert accepted(running.output) == accepted(undisturbed) and late.output.steps < running.output.steps
 
 
+def test_a_call_names_its_corpora(tmp_path: Path) -> None:
+    """Texts that run at once look each in its own, in any order of the names; other names are refused."""
+    model, rng = tiny_model(eos_token_id=None), random.Random(2)
+    ids = [rng.randrange(VOCABULARY) for _ in range(20)]
+    plain = plain_greedy(model, ids, 30)
+    written(tmp_path / "own.corpus", [[*ids, *plain]], VOCABULARY)
+    written(tmp_path / "other.corpus", [[rng.randrange(VOCABULARY) for _ in range(40)]], VOCABULARY)
+    config = replace(small(""), corpora=[str(tmp_path / f"{name}.corpus") for name in ("own", "other")])
+    decoder = lp.LookaheadDecoder(model, config)
+    asked: list[Sequence[str] | None] = [None, ["own"], ["other", "own"], ["other"], []]
+    outputs = [decoder.generate(ids, 30, corpora=names) for names in asked]
+    assert all(output.tokens == plain for output in outputs)
+    steps = [output.steps for output in outputs]
+    assert steps[0] == steps[1] == steps[2] < steps[3] == steps[4]
+    with lp.Engine(decoder, 5, 1000) as engine:
+        handles = [engine.submit(ids, 30, corpora=names) for names in asked]
+        engine.run()
+    assert [handle.output and handle.output.steps for handle in handles] == steps
+    for wrong in ("own", ["own", "mine"], 3, ["own.corpus"]):
+        with pytest.raises(UserError, match=r"corpora (is|has) .*; give names of these: own, other"):
+            decoder.generate(ids, 4, corpora=wrong)  # type: ignore[arg-type]
+    for other in (lp.PlainDecoder(model), lp.LookaheadDecoder(model)):
+        with pytest.raises(UserError, match="corpora has 'own'; leave it out: there are no corpora here"):
+            other.generate(ids, 4, corpora=["own"])
+    with pytest.raises(UserError, match="two have the same name but for the ending; rename one"):
+        lp.LookaheadConfig(corpora=["a/x.corpus", "b/x.corpus"])
+
+
+def test_ranks_that_name_other_corpora_are_refused(tmp_path: Path) -> None:
+    """They would grow different trees."""
+    model = tiny_model()
+    written(tmp_path / "own.corpus", [[1, 2, 3]], VOCABULARY)
+
+    def body(context: ParallelContext) -> str:
+        decoder = lp.LookaheadDecoder(model, small(tmp_path / "own.corpus"), context)
+        with pytest.raises(UserError) as raised:
+            decoder.generate([1, 2], 4, corpora=["own"] if context.rank else [])
+        return str(raised.value)
+
+    assert all("the choice of corpora of rank 1 differs" in told for told in run_lockstep(2, body))
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_take_what_all_of_them_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
     """The file changes whenever a rank has looked: ranks that each took what they saw would grow different trees."""
@@ -316,4 +385,4 @@ def test_files_that_change_while_ranks_begin(tmp_path: Path) -> None:
         return [number, number]
 
     corpora.follow(CallInfo(vocabulary_size=9, gather=gather))
-    assert len({*pauses}) == 3 and followers(corpora.indexes, [1, 2]) == {2}
+    assert len({*pauses}) == 3 and followers(indexes_of(corpora), [1, 2]) == {2}

@@ -250,6 +250,9 @@ class Rank:
         call = _call(case, "cuda" if self.gpus else "cpu", _predicted(case, turn.plain))
         if decoder.context.is_main:
             call["on_tokens"] = lambda tokens, step: streamed.extend(tokens)
+        rng = random.Random(f"corpora-{case.corpora}-{len(case.ids)}")
+        if decoder.corpora and rng.random() < 0.5:
+            call["corpora"] = rng.sample(decoder.corpora, rng.randint(0, len(decoder.corpora)))
         if case.company:
             self.engine = self.engine or self._made(decoder)
             output = _in_company(turn, self.engine, call)

@@ -16,6 +16,7 @@ from lp.budget.step_times import StepTimes
 from lp.models.loader import vocabulary_size
 
 if TYPE_CHECKING:
+    from launch.serve.named_keys import NamedKey
     from launch.serve.unfinished import UnfinishedRequests
     from launch.text.image_prompts import ImagePrompts
 
@@ -79,7 +80,7 @@ def serving(
     api_key: str | None = None,
     metrics_key: bool = False,
     models_key: bool = True,
-    named_keys: Mapping[str, str] | None = None,
+    named_keys: Mapping[str, NamedKey] | None = None,
     max_body_bytes: int = 1 << 20,
     sampling: lp.SamplingParams | None = None,
     decoder: Callable[[], lp.LookaheadDecoder] | None = None,

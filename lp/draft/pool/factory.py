@@ -19,7 +19,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from lp.config import LookaheadConfig, PoolScope
+from lp.config import LookaheadConfig, PoolScope, corpus_name
 from lp.digest import chain_digest
 from lp.draft.pool.corpus import Corpus
 from lp.draft.pool.followed_corpora import FollowedCorpora
@@ -56,6 +56,7 @@ class PoolFactory(SourceFactory):
         self._model_ngrams: np.ndarray | None = None
         self._ngrams_digest: int | None = None  # once they are read
         self._corpora = FollowedCorpora(config.corpora)
+        self.corpora = [corpus_name(path) for path in config.corpora]
 
     def new_source(self, call: Call) -> NGramPool:
         """The pool of one call.
@@ -79,7 +80,10 @@ class PoolFactory(SourceFactory):
             tables,
             self._model_ngrams,
             call.temperature,
-            [*map(Corpus.of, history.indexes if history else []), *self._corpora.indexes],
+            [
+                *map(Corpus.of, history.indexes if history else []),
+                *self._corpora.indexes(call.corpora, call.vocabulary_size),
+            ],
             partial(self._text_ended, call),
         )
 

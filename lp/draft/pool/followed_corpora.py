@@ -12,9 +12,11 @@ import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
+from lp.config import corpus_name
 from lp.digest import chain_digest
 from lp.draft.pool.corpus import Corpus
 from lp.draft.pool.corpus_file import (
@@ -50,15 +52,15 @@ class FollowedCorpora:
 
     Attributes:
         taken: whether there is something yet.
-        indexes: what pools look in: one for what has changed, then the corpora.
     """
 
     def __init__(self, paths: Sequence[str]) -> None:
         self.paths = paths
         self.taken = not paths
-        self.indexes: list[Corpus] = []
         self._digest = 0
-        self._found: list[Corpus] = []  # `indexes`, if ranks agree
+        self._parts: list[Parts] = []  # of what is taken
+        self._found: list[Parts] = []  # the same, if ranks agree
+        self._indexes: dict[tuple[str, ...] | None, list[Corpus]] = {}  # of what is taken, by the names of the corpora
         self._files: list[FollowedCorpus] = []
         self._refusal: UserError | None = None
         self._differing: Sequence[int] = ()
@@ -79,7 +81,8 @@ class FollowedCorpora:
                 digests = info.gather(self._look(info.vocabulary_size))
         if len({*digests}) == 1 and UNREADABLE not in digests:
             if digests[0] != self._digest:
-                self.indexes, self._digest, self.taken = self._found, digests[0], True
+                self._parts, self._digest, self.taken = self._found, digests[0], True
+                self._indexes = {}
             self._differing = ()
         elif not self.taken:
             raise self._refusal or UserError(_differing(digests))
@@ -88,6 +91,22 @@ class FollowedCorpora:
                 warnings.warn(f"{_differing(digests)}; until then corpora stay as they were", stacklevel=2)
             self._differing = digests
         return self._digest
+
+    def indexes(self, names: Sequence[str] | None, vocabulary_size: int) -> list[Corpus]:
+        """What a text's pool looks in: one index for what has changed, then the corpora.
+
+        Args:
+            names: what the corpora are called that the text may look in; None: all.
+            vocabulary_size: V of the model.
+        """
+        key = None if names is None else tuple(sorted({*names}))
+        if key not in self._indexes:
+            parts = [part for part in self._parts if key is None or part.name in key]
+            deltas = [part.delta for part in parts if part.delta is not None]
+            if len(deltas) > 1:
+                deltas = [new_file(vocabulary_size, [text for part in parts for text in part.changed], UNLISTED)]
+            self._indexes[key] = [*map(Corpus.of, deltas), *(Corpus.of(part.file, part.gone) for part in parts)]
+        return self._indexes[key]
 
     def _look(self, vocabulary_size: int) -> int:
         """A digest of the newest that this rank can read."""
@@ -99,7 +118,7 @@ class FollowedCorpora:
                 file.look()
             digest = chain_digest(0, [file.digest for file in self._files])
             if digest != self._digest:
-                self._found = self._indexes(vocabulary_size)
+                self._found = self._read_parts()
             return digest
         except (UserError, MemoryError) as error:
             if not self.taken:
@@ -109,21 +128,41 @@ class FollowedCorpora:
             warnings.warn(f"{error}; until then the corpus stays as it was", stacklevel=3)
             return self._digest
 
-    def _indexes(self, vocabulary_size: int) -> list[Corpus]:
-        """What pools look in, of the files as they are.
+    def _read_parts(self) -> list[Parts]:
+        """The corpora as their files are.
 
         Raises:
             ValueError: a delta was damaged since it was read.
         """
-        deltas = [file.delta for file in self._files if file.delta is not None]
-        if len(deltas) > 1:
-            texts = []
-            for found in map(contents_of, deltas):
+        several = sum(file.delta is not None for file in self._files) > 1
+        parts = []
+        for file in self._files:
+            changed: list[np.ndarray] = []
+            if several and file.delta is not None:
+                found = contents_of(file.delta)
                 if found is None:
                     raise UserError("a delta was damaged since it was read; delete it, and write its corpus anew")
-                texts += found[1]
-            deltas = [new_file(vocabulary_size, texts, UNLISTED)]
-        return [*map(Corpus.of, deltas), *(Corpus.of(file.file, file.gone) for file in self._files)]
+                changed = found[1]
+            parts.append(Parts(corpus_name(file.path), file.file, file.delta, file.gone, changed))
+        return parts
+
+
+class Parts(NamedTuple):
+    """A corpus as texts look in it: its files may change meanwhile.
+
+    Attributes:
+        name: what requests call it.
+        file: the corpus' array.
+        delta: its delta's; None for none.
+        gone: where ranges of the corpus' tokens that are gone begin and end, in turn.
+        changed: the texts of the delta, where several corpora have one: a text looks in all of them at once.
+    """
+
+    name: str
+    file: np.ndarray
+    delta: np.ndarray | None
+    gone: list[int]
+    changed: list[np.ndarray]
 
 
 class FollowedCorpus:

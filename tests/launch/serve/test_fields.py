@@ -266,6 +266,7 @@ OF_OPENAI: dict[str, Entry] = {
     "repetition_penalty": Changed({"repetition_penalty": 0.01}),
     "logit_bias": Changed({"logit_bias": {"70": 100}}),
     "ignore_eos": Changed({"ignore_eos": False}, ends_sooner),
+    "corpora": Refused({"corpora": ["other"]}),  # test_named_keys.py has servers with some
     "samplers": Changed({"samplers": ["temperature"]}, before={"top_k": 1}, greedy=same_text),
     "model": Refused({"model": "other"}, 404),
     "n": Changed({"n": 2}, lambda before, after: (len(before.data["choices"]), len(after.data["choices"])) == (1, 2)),
@@ -318,6 +319,7 @@ OF_LLAMA: dict[str, Entry] = {
         needs_grammar=True,
     ),
     "ignore_eos": Changed({"ignore_eos": False}, ends_sooner),
+    "corpora": Refused({"corpora": ["other"]}),  # test_named_keys.py has servers with some
     "grammar": Changed(
         {"grammar": "root ::= [ab] [ab] [ab]"}, text_is("[ab]{3}"), without=("ignore_eos",), needs_grammar=True
     ),

@@ -34,6 +34,7 @@ import httpx  # noqa: E402
 
 from launch.data.images import decoded  # noqa: E402
 from launch.serve import image_urls  # noqa: E402
+from launch.serve.named_keys import NamedKey  # noqa: E402
 from launch.serve.spec import SentTensors, TextSpec  # noqa: E402
 from launch.serve.unfinished import UnfinishedRequests  # noqa: E402
 from launch.text.image_prompts import ImagePrompts  # noqa: E402
@@ -42,7 +43,7 @@ CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 FORM = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-KEYS = {"ann": "ann-key", "bob": "bob-key"}
+KEYS = {"ann": NamedKey("ann-key"), "bob": NamedKey("bob-key")}
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,15 +14,17 @@ import pytest
 
 import lp
 from launch.config.schema import ServeConfig
-from launch.serve.named_keys import read_keys
+from launch.serve.named_keys import NamedKey, check_corpora, read_keys
 from launch.serve.opening import check_open_files
 from launch.serve.spec import TextSpec
 from launch.serve.unfinished import UnfinishedRequests
 from lp.draft.pool.corpus import MAX_MATCH
 from lp.draft.pool.history_file import HistoryFile
+from lp.draft.pool.model_ngrams import write_file
 from lp.errors import UserError
 from lp.models.loader import vocabulary_size
 from tests.launch.serve.test_infill import infilling_model
+from tests.support.corpora import corpus_of
 from tests.support.limits import limited
 from tests.support.serving import STEP_TIMES, serving
 
@@ -36,7 +39,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "/completion": {"prompt": PROMPT, "n_predict": 12, "temperature": 0},
     "/infill": {"input_prefix": PROMPT, "input_suffix": "\n", "n_predict": 12, "temperature": 0},
 }
-KEYS = {"ann": "a-key", "bob": "b-key"}
+KEYS = {"ann": NamedKey("a-key"), "bob": NamedKey("b-key")}
 
 
 def header(key: str) -> dict[str, str]:
@@ -103,6 +106,10 @@ def test_what_is_kept_ends_where_the_answer_does(tmp_path: Path) -> None:
     assert kept == [[*prompt, *expected[:count]] for count in counts]
 
 
+def _listed(names: Sequence[str] | None) -> list[str] | None:
+    return None if names is None else [*names]
+
+
 def _reused(answer: dict[str, Any]) -> int:
     """Tokens of the prompt that were cached before."""
     if "usage" not in answer:
@@ -115,10 +122,59 @@ def test_a_file_of_keys(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("# clients\n\nann a-key\n  bob\tb-key  \n")
     assert read_keys(str(path)) == KEYS
+    path.write_text("ann a-key corpora=app,docs\nbob b-key corpora=\n")
+    assert read_keys(str(path)) == {"ann": NamedKey("a-key", ("app", "docs")), "bob": NamedKey("b-key", ())}
+    check_corpora(str(path), ["docs", "more", "app"])
+    with pytest.raises(
+        UserError, match=r"the line of 'ann' in .*: corpora has 'docs'; give names of these: app"
+    ) as raised:
+        check_corpora(str(path), ["app"])
+    path.write_text("# clients\n\nann a-key\n  bob\tb-key  \n")
     assert read_keys(None) == {}
     with pytest.raises(UserError, match=r"line 4 of .* has a name or a key that is there already") as raised:
         read_keys(str(path), "b-key")
     assert "b-key" not in str(raised.value)
+
+
+@pytest.mark.parametrize("path", ASKED)
+def test_a_request_names_its_corpora(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every endpoint: those that the client may use, and no others, whose names are no client's matter either."""
+    model, tokenizer = infilling_model() if path == "/infill" else lp.load("demo")
+    for name in "abc":
+        write_file(corpus_of([[1, 2, 3]], vocabulary_size(model)), tmp_path / f"{name}.corpus")
+    config = lp.LookaheadConfig(corpora=[str(tmp_path / f"{name}.corpus") for name in "abc"])
+    keys = {"ann": NamedKey("a-key", ("a", "b")), "bob": NamedKey("b-key", ()), "cid": NamedKey("c-key")}
+    build = partial(lp.LookaheadDecoder, model, config, step_times=STEP_TIMES)
+    with serving(model, tokenizer, named_keys=keys, decoder=build) as running:
+        http, engine = running.http(), running.served.loop.engine
+        submit, seen = engine.submit, []
+
+        def spy(*values: Any, **given: Any) -> Any:
+            seen.append(given["corpora"])
+            return submit(*values, **given)
+
+        monkeypatch.setattr(engine, "submit", spy)
+        for key, named, expected in (
+            ("a-key", None, ["a", "b"]),
+            ("a-key", ["b"], ["b"]),
+            ("b-key", None, []),
+            ("c-key", None, None),
+            ("c-key", ["c", "a", "c"], ["a", "c"]),
+            ("c-key", [], []),
+        ):
+            asked = ASKED[path] | ({} if named is None else {"corpora": named})
+            answer = http.post(path, json=asked, headers=header(key))
+            assert answer.status_code == 200, answer.text
+            assert _listed(seen.pop()) == expected, (key, named)
+        for key, known in (
+            ("a-key", "give names of these: a, b"),
+            ("b-key", "leave it out: there are no corpora here"),
+        ):
+            answer = http.post(path, json=ASKED[path] | {"corpora": ["c"]}, headers=header(key))
+            assert answer.status_code == 400 and answer.json()["error"]["message"] == f"corpora has 'c'; {known}"
+        answer = http.post(path, json=ASKED[path] | {"corpora": "a"}, headers=header("a-key"))
+        assert answer.status_code in (400, 422) and "corpora" in answer.text
+        assert not seen
 
 
 def test_texts_of_two_keys_are_two_texts() -> None:
@@ -135,6 +191,7 @@ def test_texts_of_two_keys_are_two_texts() -> None:
         ("", "has no key; give a line NAME KEY"),
         ("ann s3cret more", "line 1 of .* is not NAME KEY"),
         ("ann", "line 1 of .* is not NAME KEY"),
+        ("ann s3cret corpora=a corpora=b", "line 1 of .* is not NAME KEY"),
         ("../ann s3cret", "line 1 of .* is not NAME KEY"),
         ("ann a\nann s3cret", "line 2 of .* has a name or a key that is there already"),
         ("ann s3cret\nbob s3cret", "line 2 of .* has a name or a key that is there already"),
