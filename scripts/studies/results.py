@@ -1,7 +1,8 @@
 """The page of results, which it writes from the records of the benchmark and the scaling app beside it.
 
-    python scripts/tables.py results             # the page
-    python scripts/tables.py results --measure   # measure everything again first, about ten minutes on two cores
+    python scripts/tables.py results                            # the page
+    python scripts/tables.py results --measure                  # measure all again first; half an hour on two cores
+    python scripts/tables.py results --measure --only sweep     # a part of it
 
 Needs a clone.
 """
@@ -13,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from launch.bench.report import read_lines
 from launch.bench.scaling_lines import errors, scaling_table
 from launch.bench.summary import caption, markdown, notes, ordered, short, table_of
 from launch.bench.totals import Total, totals
+from lp.errors import UserError
 
 from .harness import Command, option
 from .places import PLACES
@@ -28,7 +31,8 @@ from .places import PLACES
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / PLACES["results"]
 DATA = ROOT / "docs" / "experiments" / "results"
-MEASURED = ("greedy", "sampled", "sweep", "scaling-wide", "scaling-demo")  # folders; the others are of other tables
+# Folders; the others are of other tables. Those of a real model are measured with the one of LP_REAL_MODEL.
+MEASURED = ("real-greedy", "real-sampled", "greedy", "sampled", "sweep", "scaling-wide", "scaling-demo")
 QUALITY = ("method", "perplexity", "distinct-1", "distinct-2", "distinct-4", "texts that differ from plain decoding's")
 SWEEP = "NPROC=2 bash torchrun.sh launch.benchmark -m experiment=demo_sweep"
 
@@ -36,7 +40,9 @@ INTRODUCTION = """# Results
 
 Made by `python scripts/tables.py results` from the records in `docs/experiments/results/`; a test makes it again and
 compares. With `--measure` it measures them again first. The machine is small and shared, two virtual cores: take ratios
-within a table, which alternates its methods prompt by prompt, and not seconds across tables.
+within a table, which alternates its methods prompt by prompt, and not seconds across tables. On a CPU each further
+token of a step costs time, so that `lookahead`, which fixes up to 120 tokens a step, loses what it gains;
+`lookahead_auto`, the default, takes fewer. On a GPU they cost little ([gpu-results.md](gpu-results.md)).
 """
 
 SCALING = """Ranks that wait for each other lose more to other work on the machine than one process does: on a busy one,
@@ -48,8 +54,10 @@ def page() -> str:
     """The page as Markdown."""
     parts = [INTRODUCTION]
     for folder, title, text in (
-        ("greedy", "Methods, greedy", "All write the same text, of the same quality, below."),
-        ("sampled", "Methods, sampled at T = 0.8", "The same noise for all of them, so again the same text."),
+        ("real-greedy", "A real model, greedy", "All write the same text."),
+        ("real-sampled", "A real model, sampled at T = 0.8", "The same noise for all of them, so again the same text."),
+        ("greedy", "The demo model, greedy", "All write the same text, of the same quality, below. It soon loops."),
+        ("sampled", "The demo model, sampled at T = 0.8", "The same noise for all of them, so again the same text."),
         ("sweep", "A sweep on two ranks", f"`{SWEEP}`"),
     ):
         found = ordered(totals(load_records(DATA / folder)))
@@ -80,37 +88,60 @@ def _scaling() -> str:
     return "\n".join(parts)
 
 
-def measure() -> None:
-    """Replace the records, one thread a rank; they keep the commands, which name no path of this machine."""
+def measure(names: Sequence[str] = MEASURED) -> None:
+    """Replace records, one thread a rank; they keep the commands, which name no path of this machine.
+
+    Args:
+        names: those to measure.
+
+    Raises:
+        ValueError: a real model is asked for, and LP_REAL_MODEL names none.
+    """
+    real = os.environ.get("LP_REAL_MODEL")
+    if real is None and any(name.startswith("real") for name in names):
+        raise UserError("LP_REAL_MODEL names no model; set it as scripts/real_model.sh says, or give --only")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
     def call(*command: str, folder: Path = ROOT, **variables: str) -> None:
         subprocess.run(command, cwd=folder, env=environment | variables, check=True)
 
-    folders = [DATA / name for name in MEASURED]
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
     ours = "lookahead_auto,lookahead,lookahead_paper,token_recycling,prompt_lookup"
     methods = f"methods=[{ours},hf_prompt_lookup,hf_generate,plain]"
-    benchmark = [sys.executable, "-m", "launch.benchmark", "output=json", "limit=4", "max_new_tokens=64", "repeats=3"]
-    call(*benchmark, methods, "quality=true", "out=docs/experiments/results/greedy")
-    call(*benchmark, methods, "sampling=sample", "sampling.temperature=0.8", "out=docs/experiments/results/sampled")
-    sweep = SWEEP.removeprefix("NPROC=2 ").split()
-    call(*sweep, "output=json", "out=docs/experiments/results/sweep", NPROC="2", PYTHON=sys.executable, LP_SETUP="skip")
-
+    benchmark = [sys.executable, "-m", "launch.benchmark", "output=json", "max_new_tokens=64", "repeats=3"]
+    demo, sampled = ["limit=4", methods], ["sampling=sample", "sampling.temperature=0.8"]
     scaling = [sys.executable, "-m", "launch.scaling", "project=true", "ranks=[2]"]
     scaled = "lookahead,lookahead@1,plain"
-    with tempfile.TemporaryDirectory() as parent:
-        call(sys.executable, str(ROOT / "scripts" / "wide_model.py"), f"{parent}/wide")
-        options = ["model=hf", "model.name=wide", "limit=1", "max_new_tokens=24", "W=15", "N=5", "G=15", "repeats=3"]
-        options += ["projected_ranks=[1,2]", "weak=false", f"methods=[{scaled}]", "out=scaling-wide"]
-        call(*scaling, *options, folder=Path(parent))
-        shutil.copytree(Path(parent) / "scaling-wide", DATA / "scaling-wide")
-    options = ["limit=2", "max_new_tokens=48", "W=8", "G=40", "repeats=5", "projected_ranks=[1,2,4,8,16]"]
-    call(*scaling, *options, f"methods=[{scaled},transformers_tp]", "out=docs/experiments/results/scaling-demo")
-    for path in [path for folder in folders for path in folder.rglob("*")]:
-        if path.suffix in {".png", ".svg"} or path.name == "report.html":
-            path.unlink()
+
+    for name in names:
+        shutil.rmtree(DATA / name, ignore_errors=True)
+        out = f"out={(DATA / name).relative_to(ROOT)}"
+        with tempfile.TemporaryDirectory() as parent:  # models are named by their folders there
+            if name.startswith("real"):
+                assert real
+                folder = Path(parent, "SmolLM2-135M-Instruct")
+                folder.symlink_to(real)
+                options = ["limit=6", methods, "model=hf", f"model.name={folder.name}", f"out={name}"]
+                call(*benchmark, *options, *(sampled if name == "real-sampled" else []), folder=Path(parent))
+                shutil.copytree(Path(parent, name), DATA / name)
+            elif name == "greedy":
+                call(*benchmark, *demo, "quality=true", out)
+            elif name == "sampled":
+                call(*benchmark, *demo, *sampled, out)
+            elif name == "sweep":
+                sweep = SWEEP.removeprefix("NPROC=2 ").split()
+                call(*sweep, "output=json", out, NPROC="2", PYTHON=sys.executable, LP_SETUP="skip")
+            elif name == "scaling-wide":
+                call(sys.executable, str(ROOT / "scripts" / "wide_model.py"), f"{parent}/wide")
+                options = ["model=hf", "model.name=wide", "limit=1", "max_new_tokens=24", "W=15", "N=5", "G=15"]
+                options += ["repeats=3", "projected_ranks=[1,2]", "weak=false", f"methods=[{scaled}]", f"out={name}"]
+                call(*scaling, *options, folder=Path(parent))
+                shutil.copytree(Path(parent, name), DATA / name)
+            else:
+                options = ["limit=2", "max_new_tokens=48", "W=8", "G=40", "repeats=5", "projected_ranks=[1,2,4,8,16]"]
+                call(*scaling, *options, f"methods=[{scaled},transformers_tp]", out)
+        for path in (DATA / name).rglob("*"):
+            if path.suffix in {".png", ".svg"} or path.name == "report.html":
+                path.unlink()
 
 
 @dataclass(kw_only=True)
@@ -118,9 +149,10 @@ class Results(Command):
     """Writes the page."""
 
     measure: bool = option(False, "measure the records again first")
+    only: list[str] = option([*MEASURED], "which of them", choices=MEASURED)
 
     def run(self) -> None:
         if self.measure:
-            measure()
+            measure(self.only)
         PAGE.write_text(page(), encoding="utf-8")
         print(PAGE.read_text(encoding="utf-8"))
