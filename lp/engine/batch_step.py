@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from lp.engine.decode_loop import Generation, StepPart
+from lp.engine.generation import Generation, StepPart
 from lp.engine.output import StepTimer
 from lp.engine.step_sampler import SampledText, node_sampling
 from lp.engine.step_tails import StepTails, TailText

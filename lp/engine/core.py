@@ -20,8 +20,8 @@ import numpy as np
 from lp.budget.policy import Budget, Company
 from lp.engine.batch_step import BatchStep
 from lp.engine.caches import TextCaches
-from lp.engine.decode_loop import Generation
 from lp.engine.decoder import computing_on
+from lp.engine.generation import Generation
 from lp.engine.interrupts import DeferredSignals
 from lp.engine.memory import with_remedy
 from lp.engine.output import GenerationOutput

@@ -1,4 +1,4 @@
-"""The lookahead decoder: THE loop of `lp.engine.decode_loop` over any registered draft source."""
+"""The lookahead decoder: texts of `lp.engine.generation`, over any registered draft source."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lp.draft.registry import Call, CallInfo, DraftConfig, source_of
 from lp.draft.share import step_tokens
 from lp.draft.source import DraftSource
 from lp.engine.batch import BatchDecoder
-from lp.engine.decode_loop import Beginning, Generation
+from lp.engine.generation import Beginning, Generation
 from lp.engine.memory import remedy_named
 from lp.engine.output import StepStats, StepTimer
 from lp.engine.request import Request

@@ -16,7 +16,7 @@ from lp.draft.source import DraftSource, TokenPrice
 from lp.draft.tree import DraftTree
 from lp.draft.window import WindowDrafts
 from lp.engine.batch import BatchDecoder
-from lp.engine.decode_loop import Beginning, Generation
+from lp.engine.generation import Beginning, Generation
 from lp.engine.memory import remedy_named
 from lp.engine.output import StepTimer
 from lp.engine.request import Request

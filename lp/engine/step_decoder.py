@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from lp.budget.step_times import StepTimes
 from lp.config import Exact, KVDtype
-from lp.engine.decode_loop import Beginning, Generation
 from lp.engine.decoder import Decoder
+from lp.engine.generation import Beginning, Generation
 from lp.engine.output import StepStats, StepTimer
 from lp.engine.request import Request
 from lp.models.kv_cache import StaticKVCache

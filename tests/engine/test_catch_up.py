@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 import lp
 from lp.attention.flash import SHORT
-from lp.engine.decode_loop import Generation
+from lp.engine.generation import Generation
 from lp.models.releases import cache_keyword
 from lp.parallel.context import ParallelContext
 from lp.parallel.thread_ranks import run_lockstep

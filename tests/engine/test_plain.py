@@ -11,7 +11,7 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 import lp
-from lp.engine import batch_step, decode_loop, step_sampler
+from lp.engine import batch_step, generation, step_sampler
 from lp.engine.plain import NoDrafts
 from lp.parallel.context import ParallelContext
 from lp.parallel.rank_group import RankGroup
@@ -71,8 +71,8 @@ def test_it_neither_drafts_nor_learns_nor_reads_top_logits(monkeypatch: pytest.M
         *((NoDrafts, name) for name in ("propose", "begin", "observe")),
         (step_sampler, "pack_top_logits"),
         (batch_step, "pack_top_logits"),
-        (decode_loop.LookaheadWindow, "advance"),
-        (decode_loop.UnionTree, "merge"),
+        (generation.LookaheadWindow, "advance"),
+        (generation.UnionTree, "merge"),
         (RankGroup, "broadcast"),
     ):
         monkeypatch.setattr(owner, name, refuse)

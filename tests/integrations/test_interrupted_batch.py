@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedModel, StoppingCriteria, pipel
 from transformers.generation.streamers import BaseStreamer
 
 import lp
-from lp.engine.decode_loop import Generation
+from lp.engine.generation import Generation
 from tests.support.tiny_models import plain_greedy
 
 LOOKAHEAD: dict[str, Any] = {"custom_generate": lp.generate, "window_size": 5, "ngram_size": 4, "guess_set_size": 5}

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 import lp
 from lp.config import Capture
-from lp.engine.decode_loop import Generation
+from lp.engine.generation import Generation
 from lp.models.captured_step import BUCKETS
 from lp.models.captured_steps import compiled_by_itself
 from lp.models.graph_recorder import CaptureFailed, GraphRecorder

@@ -13,7 +13,7 @@ import torch
 
 import lp
 from lp.draft.layout import ancestors
-from lp.engine.decode_loop import Generation
+from lp.engine.generation import Generation
 from lp.models.hybrid_cache import HybridCache
 from lp.models.runner import ModelRunner
 from lp.parallel.context import ParallelContext

@@ -34,7 +34,7 @@ from lp.draft.registry import sources
 from lp.draft.share import Share
 from lp.draft.source import DraftSource, StepSamples, TokenPrice, WindowDrafts
 from lp.draft.tree import DraftTree
-from lp.engine.decode_loop import Generation, StepPart
+from lp.engine.generation import Generation, StepPart
 from lp.models.loader import DEMO_MODEL
 from lp.parallel.context import ParallelContext
 from lp.parallel.thread_ranks import run_lockstep

@@ -21,7 +21,7 @@ import transformers as tf
 import lp
 from lp.budget.step_times import StepTimes
 from lp.engine.batch_step import BatchStep
-from lp.engine.decode_loop import Generation
+from lp.engine.generation import Generation
 from lp.models.sharded_layers import head_of
 from lp.models.tensor_parallel import divide, plan_of
 from lp.parallel.context import ParallelContext, check_tp

@@ -35,7 +35,7 @@ class Events(Counter[tuple[str, str, str]]):
 
 
 def line_of_lp() -> str:
-    """The innermost line of lp/ that runs now, as "lp/engine/decode_loop.py:123"; "?" outside of it."""
+    """The innermost line of lp/ that runs now, as "lp/engine/generation.py:123"; "?" outside of it."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename

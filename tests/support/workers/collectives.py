@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lp.engine.decode_loop import Generation
+from lp.engine.generation import Generation
 from lp.parallel.rank_group import ProcessRankGroup
 
 WORDS = ("gather", "reduce", "broadcast", "scatter", "all_to_all", "barrier", "send", "recv", "object")

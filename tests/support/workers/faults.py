@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import lp
-from lp.engine.decode_loop import Generation
+from lp.engine.generation import Generation
 from tests.support.tiny_models import tiny_model
 
 STEP = 3  # at which things go wrong
