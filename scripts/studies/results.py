@@ -92,7 +92,7 @@ def measure(names: Sequence[str] = MEASURED) -> None:
     """Replace records, one thread a rank; they keep the commands, which name no path of this machine.
 
     Args:
-        names: those to measure.
+        names: folders of records, of MEASURED.
 
     Raises:
         ValueError: a real model is asked for, and LP_REAL_MODEL names none.
