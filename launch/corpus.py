@@ -17,16 +17,17 @@ from typing import Any
 
 import numpy as np
 
+from lp.commands import install_command
 from lp.digest import chain_digest
 from lp.draft.pool.corpus_file import IndexedFile, Listing, contents_of, delta_path, mapped, new_file
 from lp.draft.pool.model_ngrams import write_file
 from lp.errors import UserError
 from lp.models.loader import load_tokenizer
+from lp.optional import is_installed
 from lp.waits import waiting
 
 from .data.kept_corpus import KeptCorpus
 from .data.source_files import SourceFile, check_folder, source_files, text_of
-from .data.watched_folder import WatchedFolder
 
 MOST_KIB = 1024
 
@@ -81,7 +82,15 @@ def run(args: argparse.Namespace) -> None:
 
 
 def watch(reader: TextReader, path: Path, vocabulary_size: int) -> None:
-    """Build the corpus, and keep it as the files are, until Ctrl-C."""
+    """Build the corpus, and keep it as the files are, until Ctrl-C.
+
+    Raises:
+        UserError: watchfiles is missing.
+    """
+    if not is_installed("watchfiles"):
+        raise UserError(f"lp corpus watch needs watchfiles; install the extra: {install_command('watch')}")
+    from .data.watched_folder import WatchedFolder
+
     build(reader, path, vocabulary_size)
     watched = WatchedFolder(reader.folder, own_files(reader.folder, path))
     KeptCorpus(watched, reader.tokens, path, vocabulary_size).keep()

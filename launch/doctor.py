@@ -43,6 +43,7 @@ EXTRAS = {
     "serve": (("fastapi", "uvicorn", "prometheus_client", "httpx"), f"{app_command('serve')}, {app_command('batch')}"),
     "images": (("PIL",), "images of prompts"),
     "grammar": (("llguidance",), "json_schema=, and grammars of a server's clients"),
+    "watch": (("watchfiles",), f"{app_command('corpus')} watch"),
     "quantized": (("torchao",), "models whose weights torchao quantised"),
     "datasets": (("datasets",), "tasks that come from the hub"),
 }

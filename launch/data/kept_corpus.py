@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -31,8 +32,11 @@ from lp.draft.pool.model_ngrams import write_file
 from lp.errors import UserError
 
 from .source_files import SourceFile
-from .watched_folder import WatchedFolder
 
+if TYPE_CHECKING:
+    from .watched_folder import WatchedFolder  # whose package is of an extra
+
+WAIT_S = 0.2  # for an edit, until it is looked for whatever else there is to do
 MOST_DELTA_TOKENS = 1 << 15  # and as many that are gone, from which on the corpus is written anew
 AGAIN_S = 5.0  # until a delta that could not be written is tried again
 REBUILD_SHARE = 0.1  # of the time goes to that, at most
@@ -75,16 +79,18 @@ class KeptCorpus:
     def keep(self) -> None:
         """Keep it, until an interrupt."""
         while True:
-            self.look()
-            time.sleep(self._watched.pause_s)
+            self.look(WAIT_S)
 
-    def look(self) -> None:
+    def look(self, wait_s: float = 0) -> None:
         """Look at the folder once, and write what has changed.
+
+        Args:
+            wait_s: how long to wait for a change, at most.
 
         Raises:
             ValueError: something else has taken the corpus' place.
         """
-        if paths := self._watched.look():
+        if paths := self._watched.look(wait_s):
             self._update(paths)
         if self._next is not None and self._next.done():
             self._rebuilt(self._next)
