@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path, PurePath
 
 from watchfiles import Change
-from watchfiles._rust_notify import RustNotify, WatchfilesRustInternalError  # documented; watchfiles.watch can't begin
+from watchfiles._rust_notify import RustNotify, WatchfilesRustInternalError  # documented: watch() listens too late
 
 from lp.errors import UserError
 
@@ -67,14 +67,18 @@ class WatchedFolder:
         changed = set[str]()
         for change, place in self._told(min(wait_s, max(self._list_by_s - time.monotonic(), 0))):
             path = os.path.relpath(place, self._place)
-            if path in self._names and (file := self._file(path)) != self.files.pop(path, None):
-                changed.add(path)
-            if path in self._names and file is not None:
-                self.files[path] = file
-            is_new = change == Change.added and path not in self._names and os.path.lexists(place)
-            if path in self._folders and change != Change.modified:
-                self._folders, is_new = set(), True  # the folder that has its name now has not been asked for
-            if (is_new and not self._leaves_out(path)) or os.path.basename(path) == ".gitignore":
+            asks = os.path.basename(path) == ".gitignore"
+            if path in self._names:
+                file = self._file(path)
+                if file != self.files.pop(path, None):
+                    changed.add(path)
+                if file is not None:
+                    self.files[path] = file
+            elif path in self._folders and change != Change.modified:
+                self._folders, asks = set(), True  # of the folder that has its name now there are no notices
+            elif change == Change.added and not self._leaves_out(path):
+                asks = asks or os.path.lexists(place)  # not what an editor has renamed since
+            if asks:
                 self._list_by_s = self._list_from_s
         return changed | self._list() if time.monotonic() >= self._list_by_s else changed
 
