@@ -138,7 +138,7 @@ class WatchedFolder:
             self._folders = set()
         except (OSError, ValueError, WatchfilesRustInternalError) as error:
             warnings.warn(
-                f"the system tells no edits of {str(self.folder)!r} ({error}), and they are found up to {LIST_S} s late; "
+                f"the system tells no edits of {str(self.folder)!r} ({error}): they are found up to {LIST_S} s late; "
                 f"fs.inotify.max_user_watches must be {len(folders):,} or more, and fs.inotify.max_user_instances "
                 "above what others use: raise them by sysctl, and start anew",
                 stacklevel=2,
