@@ -332,7 +332,7 @@ TABBY = {"max_tokens": 64, "temperature": 0.1, "stream": True, "presence_penalty
 
 
 def tabbys_text(answer: Any) -> str:
-    """As its reader of /v1/completions: up to the first chunk with a reason."""
+    """The text that Tabby reads from a stream of /v1/completions: up to the first chunk with a reason."""
     text = ""
     for event in events(answer.text):
         text += event["choices"][0]["text"]
