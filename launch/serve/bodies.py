@@ -215,6 +215,7 @@ SAMPLERS = {  # llama.cpp's letters of them; those without a setting here change
     "i": "infill",
     "a": "adaptive_p",
 }
+INFILL_MIN_P = 0.5  # of llama.cpp's sampler `infill`, which of two tokens drops one below half the other
 OTHER_NAMES = {"typical_p": "typ_p", "typical": "typ_p", "typ": "typ_p", "nucleus": "top_p", "temp": "temperature"}
 CHAINED = {  # fields of lp.SamplingParams, and the sampler that each belongs to
     "temperature": "temperature",
@@ -339,6 +340,8 @@ class Generated(Body):
                 given[name] = getattr(neutral, name)
             elif own:
                 given[name] = _in_range(name, getattr(self, own[0]))
+        if self.samplers is not None and "infill" in self.samplers:
+            given["min_p"] = max(given.get("min_p", 0.0), INFILL_MIN_P)
         return given
 
     def samples_by(self, name: str) -> bool:

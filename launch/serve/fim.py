@@ -44,6 +44,20 @@ class FimFormat:
         """All special tokens that a vocabulary must have for this format."""
         return [token for token in (self.prefix, self.suffix, self.middle) if token is not None]
 
+    def texts(self, prompt: str) -> tuple[str, str] | None:
+        """The texts before and behind the gap of a prompt that a client wrote in these tokens; None for another.
+
+        "▁" at a token's beginning is a space there: editors write CodeLlama's as "<PRE> before <SUF>behind <MID>".
+        """
+        front, behind, end = (re.sub("^▁", " ", token or "") for token in (self.prefix, self.suffix, self.middle))
+        first, second = (behind, front) if self.suffix_first else (front, behind)
+        space = " ?" if self.glue else ""
+        names = [re.escape(name) for name in (first.strip(), second, end)]
+        found = re.fullmatch(f"{names[0]}{space}(.*){names[1]}(.*){names[2]}", prompt, re.DOTALL)
+        if found is None:
+            return None
+        return (found[2], found[1]) if self.suffix_first else (found[1], found[2])
+
 
 # In this order: CodeGemma's three tokens are Qwen's too.
 FAMILIES = {
@@ -145,6 +159,18 @@ class FimPrompts:
         middle = [] if format.middle is None else [self._ids[format.middle]]
         return [*start, *others, *gap, *middle], cut
 
+    def is_gap(self, prompt: Sequence[int]) -> bool:
+        """Whether token ids have a gap, with all of the format's tokens."""
+        return {self._ids[token] for token in self.format.tokens} <= set(prompt)
+
+    def ends_of(self, prompt: Sequence[int]) -> list[int]:
+        """Token ids that end what follows a prompt, beside the model's own: the format's, where it is a gap.
+
+        Clients that write a gap themselves name few of them as stop strings: behind "<|file_sep|>", which is no text,
+        the model would go on with another file.
+        """
+        return self.ends if self.is_gap(prompt) else []
+
     @property
     def _adds_bos(self) -> bool:
         bos = self._tokenizer.bos_token_id
@@ -180,6 +206,13 @@ def fim_format(tokenizer: PreTrainedTokenizerBase, given: FimFormat | None) -> F
         if all(token in vocabulary for token in family.tokens) and (own is None or own in vocabulary):
             return family
     return None
+
+
+def lacking_family(prompt: str, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Name of the family in whose tokens a client wrote a gap, where the vocabulary lacks them; None for none."""
+    written = [name for name, family in FAMILIES.items() if family.texts(prompt) is not None]
+    vocabulary = tokenizer.get_vocab() if written else {}  # it is made anew
+    return next((name for name in written if not all(token in vocabulary for token in FAMILIES[name].tokens)), None)
 
 
 def given_format(values: dict[str, object]) -> FimFormat | None:

@@ -34,7 +34,7 @@ def llamacpp_routes(served: Served) -> APIRouter:
     async def completion(body: LlamaCpp, request: Request) -> Response:
         await served.check_grammar(body.grammar_given, body.grammar_field)
         text = body.prompt
-        given = await asyncio.to_thread(served.encode, text) if isinstance(text, str) else list(text)
+        given = await asyncio.to_thread(served.encode_prompt, text) if isinstance(text, str) else list(text)
         return await respond(
             request,
             LlamaCompletion(served.adapted(body.model).asked_by(request.scope), body, served.checked(given, "prompt")),
@@ -59,9 +59,7 @@ def llamacpp_routes(served: Served) -> APIRouter:
         )
         return await respond(
             request,
-            LlamaCompletion(
-                served.adapted(body.model).asked_by(request.scope), body, prompt, served.fim.ends, truncated
-            ),
+            LlamaCompletion(served.adapted(body.model).asked_by(request.scope), body, prompt, truncated),
         )
 
     return router
@@ -74,13 +72,10 @@ class LlamaCompletion:
         served: the model.
         body: the request.
         prompt: token ids.
-        ends: token ids that end it, beside the model's own.
         truncated: a part of what was sent has no room.
     """
 
-    def __init__(
-        self, served: Served, body: LlamaCpp, prompt: list[int], ends: list[int] | None = None, truncated: bool = False
-    ) -> None:
+    def __init__(self, served: Served, body: LlamaCpp, prompt: list[int], truncated: bool = False) -> None:
         self.served = served
         self.body = body
         self.prompt = prompt
@@ -91,7 +86,7 @@ class LlamaCompletion:
             prompt=prompt,
             max_new_tokens=served.new_tokens(prompt, wanted or 1),  # the prompt alone is cached by one token
             sampling=served.sampled(body.sampling_given, body.seed_given, body.sampling_defaults()),
-            eos=served.ends(ends or [], body.ignore_eos),
+            eos=served.ends_of(prompt, body.ignore_eos),
             presence_penalty=body.presence_penalty if penalised else 0.0,
             frequency_penalty=body.frequency_penalty if penalised else 0.0,
             repeat_last_n=body.repeat_last_n,

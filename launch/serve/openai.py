@@ -177,10 +177,7 @@ class Completion(_Answer):
         super().__init__(served, body, "cmpl-", "text_completion")
         if body.logprobs is not None:
             served.check_logprobs()
-        if body.suffix:
-            prompts, ends = [self._gap(body.suffix)], served.fim.ends if served.fim else []
-        else:
-            prompts, ends = self._given(), []
+        prompts = [self._gap(body.suffix)] if body.suffix else self._given()
         served.check_count(len(prompts) * body.n, "prompt" if body.n == 1 else "n")
         self.prompts = [served.checked(prompt, "prompt") for prompt in prompts]
         self.echoes = self._sent() if body.echo else [""] * len(self.prompts)
@@ -189,16 +186,17 @@ class Completion(_Answer):
         limit = COMPLETION_TOKENS if body.most_tokens is None else body.most_tokens
         for prompt in self.prompts:
             spec = spec_of(served, body, prompt, limit)
-            spec = replace(spec, eos=served.ends(ends, body.ignore_eos), logprobs=body.logprobs)
+            spec = replace(spec, eos=served.ends_of(prompt, body.ignore_eos), logprobs=body.logprobs)
             self.texts += self.choices_of(spec)
 
     def _given(self) -> list[list[int]]:
         prompt = self.body.prompt
+        encode = self.served.encode if self.body.echo else self.served.encode_prompt  # what is echoed is as it was sent
         if isinstance(prompt, str):
-            return [self.served.encode(prompt)]
+            return [encode(prompt)]
         if isinstance(prompt[0], int):
             return [list(prompt)]
-        return [self.served.encode(one) if isinstance(one, str) else list(one) for one in prompt]
+        return [encode(one) if isinstance(one, str) else list(one) for one in prompt]
 
     def _gap(self, suffix: str) -> list[int]:
         if self.served.fim is None:

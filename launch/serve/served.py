@@ -28,7 +28,7 @@ from ..text.detokenizer import Vocabulary
 from ..text.image_prompts import ImagePrompts
 from .api_errors import SHOWN, ApiError
 from .engine_loop import Abandoned, Busy, Closing, Ending, EngineLoop, Event, LiveText, Scoring
-from .fim import FimPrompts
+from .fim import FAMILIES, FimPrompts, lacking_family
 from .image_urls import ImageUrls
 from .metrics import Metrics
 from .named_keys import Client
@@ -175,6 +175,27 @@ class Served:
             return text_tokens(self.tokenizer, text, self.literal, add_special_tokens=special)
         return list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """The token ids of a prompt that a client sent, which may be a gap that it wrote in a family's tokens itself.
+
+        Raises:
+            ApiError: 400, the model has no such tokens, and would continue their names.
+        """
+        ids = self.encode(text)
+        own = self.fim
+        if own is not None and not own.is_gap(ids) and (texts := own.format.texts(text)):
+            return own.prompt(*texts, None)[0]  # tokens whose names a tokenizer takes for text, as CodeLlama's
+        if (family := lacking_family(text, self.tokenizer)) is None:
+            return ids
+        theirs = ", ".join(FAMILIES[family].tokens)
+        remedy = (
+            f"let the client write its own, {', '.join(own.format.tokens)}"
+            if own
+            else "let the client send the text before the gap alone, or serve a model that has such tokens"
+        )
+        message = f"prompt is a gap in the tokens of {family} ({theirs}), which {self.short_name} lacks; {remedy}"
+        raise ApiError(400, message, "prompt")
+
     def checked(self, ids: Sequence[int], param: str) -> list[int]:
         """Token ids of a prompt that leaves room for one more.
 
@@ -268,6 +289,10 @@ class Served:
             return []
         own = self.model.generation_config.eos_token_id
         return [*([own] if isinstance(own, int) else own or ()), *others] if others else None
+
+    def ends_of(self, prompt: Sequence[int], ignored: bool = False) -> list[int] | None:
+        """Token ids that end what follows a prompt: in a gap those of its family, too. As of `ends`."""
+        return self.ends(self.fim.ends_of(prompt) if self.fim else (), ignored)
 
     def biases(self, given: dict[str, float] | None) -> list[tuple[int, float]]:
         """A request's logit_bias by token id.

@@ -86,6 +86,18 @@ def demo_server() -> Iterator[Running]:
 
 
 @pytest.fixture(scope="session")
+def infill_server() -> Iterator[Running]:
+    """A server of a random model with Qwen2.5-Coder's special tokens, for tests that leave it as it was."""
+    for package in ("fastapi", "uvicorn", "prometheus_client", "httpx"):
+        pytest.importorskip(package, reason="the extra `serve` is not installed")
+    from tests.support.fim_models import infilling_model
+    from tests.support.serving import serving
+
+    with serving(*infilling_model()) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("model"))
 

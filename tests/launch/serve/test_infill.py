@@ -1,58 +1,21 @@
-"""Fill-in-the-middle, and llama.cpp's endpoints as llama.vim and Tabby call them."""
+"""Fill-in-the-middle, and llama.cpp's endpoints. What editors send is in test_editors.py."""
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoTokenizer
 
-import lp
 from launch.serve.fim import FAMILIES, Extra, FimFormat, FimPrompts, fim_format, given_format
 from lp.errors import UserError
 from lp.models.loader import DEMO_MODEL
 from tests.conftest import ROOT
-from tests.support.serving import Running, serving
+from tests.support.fim_models import QWEN, tokenizer_with
+from tests.support.serving import Running
 
-QWEN = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"]
 PREFIX, SUFFIX = "def add(a, b):\n    return ", "\n\nprint(add(1, 2))\n"
-
-
-def tokenizer_with(tokens: list[str]) -> PreTrainedTokenizerBase:
-    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
-    tokenizer.add_tokens(tokens, special_tokens=True)
-    return tokenizer
-
-
-def infilling_model() -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
-    """A random model with Qwen2.5-Coder's special tokens."""
-    tokenizer = tokenizer_with(QWEN)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        initializer_range=0.1,
-        eos_token_id=None,
-    )
-    return LlamaForCausalLM(config).eval(), tokenizer
-
-
-@pytest.fixture(scope="module")
-def infill_server() -> Iterator[Running]:
-    """A server of such a model."""
-    for package in ("fastapi", "uvicorn", "prometheus_client", "httpx"):
-        pytest.importorskip(package, reason="the extra `serve` is not installed")
-    with serving(*infilling_model()) as running:
-        yield running
 
 
 @pytest.mark.parametrize("name", [*FAMILIES])
@@ -125,6 +88,41 @@ def test_what_has_no_room_is_cut_far_from_the_gap(room: int) -> None:
     assert front and len(front) > len(behind) - len("<|fim_middle|>")
 
 
+# How Zed 1.0, Continue 1.3 and Tabby's templates write the gap.
+WRITTEN = {
+    "codellama": "<PRE> {prefix} <SUF>{suffix} <MID>",
+    "deepseek-coder": "<｜fim▁begin｜>{prefix}<｜fim▁hole｜>{suffix}<｜fim▁end｜>",
+    "codegemma": "<|fim_prefix|>{prefix}<|fim_suffix|>{suffix}<|fim_middle|>",
+    "qwen2.5-coder": "<|fim_prefix|>{prefix}<|fim_suffix|>{suffix}<|fim_middle|>",
+    "starcoder": "<fim_prefix>{prefix}<fim_suffix>{suffix}<fim_middle>",
+    "santacoder": "<fim-prefix>{prefix}<fim-suffix>{suffix}<fim-middle>",
+    "codestral": "[SUFFIX]{suffix}[PREFIX]{prefix}",
+}
+
+
+@pytest.mark.parametrize("name", [*FAMILIES])
+@pytest.mark.parametrize(("prefix", "suffix"), [(PREFIX, SUFFIX), ("  a", " b "), ("", "\n"), ("x = '[PREFIX", "")])
+def test_a_gap_that_a_client_wrote_has_its_texts(name: str, prefix: str, suffix: str) -> None:
+    """To the character, as indents matter; a text that only has some of the tokens is no gap."""
+    family = FAMILIES[name]
+    written = WRITTEN[name].format(prefix=prefix, suffix=suffix)
+    assert family.texts(written) == (prefix, suffix)
+    assert family.texts(f"See {written}") is None and family.texts(PREFIX) is None
+    assert all(FAMILIES[other].texts(written) is None for other in FAMILIES if WRITTEN[other] != WRITTEN[name])
+
+
+@pytest.mark.parametrize("name", [*FAMILIES])
+def test_a_written_gap_is_known_by_its_tokens(name: str) -> None:
+    """What ends a gap ends no other prompt."""
+    family = FAMILIES[name]
+    tokenizer = tokenizer_with(list(dict.fromkeys([*family.tokens, *family.ends])))
+    fim = FimPrompts(tokenizer, family)
+    prompt, _ = fim.prompt(PREFIX, SUFFIX, None)
+    assert fim.is_gap(prompt) and fim.ends_of(prompt) == fim.ends
+    some = [token for token in prompt if token != tokenizer.convert_tokens_to_ids(family.tokens[-1])]
+    assert not fim.is_gap(some) and fim.ends_of(some) == []
+
+
 def test_suffix_of_completions(infill_server: Running) -> None:
     """The prompt is the family's; the text ends at the model's own tokens for it."""
     http = infill_server.http()
@@ -137,139 +135,6 @@ def test_suffix_of_completions(infill_server: Running) -> None:
     separator = infill_server.served.tokenizer.convert_tokens_to_ids("<|file_sep|>")
     ended = http.post("/v1/completions", json={**asked, "logit_bias": {str(separator): 100}}).json()
     assert ended["choices"][0]["finish_reason"] == "stop" and ended["choices"][0]["text"] == ""
-
-
-# What llama.vim sends (its autoload/llama.vim of January 2026) by default: to warm the cache, and to complete.
-# The empty model is always there, as is an empty key: the plugin looks at the length of the setting's name.
-KEY = {"Authorization": "Bearer"}
-RING = [{"text": "import os\nimport sys\n", "time": [0, 1], "filename": "/src/main.py"}]
-WARM = {
-    "id_slot": 0,
-    "input_prefix": "",
-    "input_suffix": "",
-    "input_extra": RING,
-    "prompt": "",
-    "n_predict": 0,
-    "temperature": 0.0,
-    "samplers": [],
-    "stream": False,
-    "cache_prompt": True,
-    "t_max_prompt_ms": 1,
-    "t_max_predict_ms": 1,
-    "response_fields": [""],
-    "model": "",
-}
-TIMINGS = [
-    f"timings/{part}_{name}" for part in ("prompt", "predicted") for name in ("n", "ms", "per_token_ms", "per_second")
-]
-VIM = {
-    "id_slot": 0,
-    "input_prefix": "def add(a, b):\n",
-    "input_suffix": SUFFIX,
-    "input_extra": RING,
-    "prompt": "    return ",
-    "n_predict": 128,
-    "stop": [],
-    "n_indent": 4,
-    "top_k": 40,
-    "top_p": 0.90,
-    "samplers": ["top_k", "top_p", "infill"],
-    "stream": False,
-    "cache_prompt": True,
-    "t_max_prompt_ms": 500,
-    "t_max_predict_ms": 250,
-    "response_fields": ["content", *TIMINGS, "truncated", "tokens_cached"],
-    "model": "",
-}
-
-
-def test_llama_vims_requests(infill_server: Running) -> None:
-    """Its answer has the fields that it asks for, by their paths, in JSON that its pattern recognises."""
-    http = infill_server.http()
-    assert http.post("/infill", json=WARM, headers=KEY).json() == {}
-    answer = http.post("/infill", json=VIM, headers=KEY)
-    assert re.match(r"^\s*\{", answer.text) and re.search(r'"content"\s*:"', answer.text)
-    data = answer.json()
-    assert set(data) == set(VIM["response_fields"])  # type: ignore[call-overload]
-    assert data["truncated"] is False and 1 <= data["timings/predicted_n"] <= 128
-    assert data["timings/prompt_ms"] > 0 and data["timings/predicted_per_second"] > 0
-
-
-# To change a selection: first, while the user still types the instruction, to warm the cache, then for the text.
-INSTRUCT: dict[str, Any] = {
-    "id_slot": 0,
-    "messages": [{"role": "system", "content": "--- CONTEXT\n"}, {"role": "user", "content": ""}],
-    "samplers": [],
-    "n_predict": 0,
-    "stream": False,
-    "cache_prompt": True,
-    "response_fields": [""],
-    "model": "",
-}
-TEXT = {"min_p": 0.1, "temperature": 0.1, "samplers": ["min_p", "temperature"], "stream": True}
-
-
-def test_llama_vims_instructions(demo_server: Running) -> None:
-    """The first request generates one token, not all that a text may have; the second is read by its deltas."""
-    http = demo_server.http()
-    warm = http.post("/v1/chat/completions", json=INSTRUCT, headers=KEY).json()
-    assert warm["usage"]["completion_tokens"] == 1
-    messages = [INSTRUCT["messages"][0], {"role": "user", "content": "INSTRUCTION: def add(a, b):\n"}]
-    asked = {name: INSTRUCT[name] for name in ("id_slot", "cache_prompt", "model")} | {"messages": messages} | TEXT
-    asked |= {"max_tokens": 20, "seed": 3}  # which the plugin does not send
-    lines = [line for line in http.post("/v1/chat/completions", json=asked, headers=KEY).text.splitlines() if line]
-    assert lines[-1] == "data: [DONE]"
-    events = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
-    text = "".join(event["choices"][0]["delta"].get("content", "") for event in events)
-    ids = demo_server.encode("--- CONTEXT\n\nINSTRUCTION: def add(a, b):\n")
-    sampling = lp.SamplingParams(temperature=0.1, min_p=0.1, seed=3)
-    assert text == demo_server.decode(demo_server.decoder.generate(ids, 20, sampling).tokens)
-
-
-def test_infill_has_the_decoders_tokens(infill_server: Running) -> None:
-    """Infill must decode the prompt with the other files before it, and reuse their tokens when asked again."""
-    http = infill_server.http()
-    prompts = FimPrompts(infill_server.served.tokenizer, FAMILIES["qwen2.5-coder"])
-    ids, _ = prompts.prompt("def add(a, b):\n    return ", SUFFIX, None, [Extra("/src/main.py", RING[0]["text"])])  # type: ignore[arg-type]
-    sampling = lp.SamplingParams(temperature=1.0, top_k=40, top_p=0.9, seed=4)
-    expected = infill_server.decode(infill_server.decoder.generate(ids, 24, sampling).tokens)
-    free = {"n_predict": 24, "n_indent": 0, "t_max_predict_ms": 0, "response_fields": None}
-    asked = {**VIM, "seed": 4, **free}
-    data = http.post("/infill", json=asked).json()
-    assert data["content"] == expected and data["stop_type"] == "limit" and data["tokens_predicted"] == 24
-    again = http.post("/infill", json=asked).json()
-    assert again["content"] == expected and again["timings"]["cache_n"] >= len(ids) - 2
-    assert http.post("/infill", json={**asked, "response_fields": []}).json().keys() == data.keys(), "as llama.cpp"
-
-
-def test_an_infill_that_does_not_fit_is_cut(infill_server: Running) -> None:
-    http = infill_server.http()
-    long = {**VIM, "input_prefix": "x = 1\n" * 500, "response_fields": ["truncated", "timings/prompt_n"]}
-    answer = http.post("/infill", json=long)
-    assert answer.status_code == 200 and answer.json()["truncated"] is True
-
-
-def test_tabbys_requests(demo_server: Running) -> None:
-    """/completion, streamed: events with `content` and `stop`, and no [DONE], which Tabby would not read."""
-    asked: dict[str, Any] = {
-        "seed": 9,
-        "prompt": "def fibonacci(n):\n",
-        "n_predict": 20,
-        "temperature": 0.1,
-        "stream": True,
-        "penalty_last_n": 0,
-        "presence_penalty": 0.0,
-    }
-    http = demo_server.http()
-    lines = [line for line in http.post("/completion", json=asked).text.splitlines() if line]
-    events = [json.loads(line.removeprefix("data: ")) for line in lines]
-    assert [event["stop"] for event in events] == [False] * (len(events) - 1) + [True]
-    sampling = lp.SamplingParams(temperature=0.1, top_k=40, top_p=0.95, min_p=0.05, seed=9)
-    ids = demo_server.encode(asked["prompt"])
-    expected = demo_server.decode(demo_server.decoder.generate(ids, 20, sampling).tokens)
-    assert "".join(event["content"] for event in events) == expected
-    whole = http.post("/completion", json={**asked, "stream": False}).json()
-    assert whole["content"] == expected and whole["stop"] is True
 
 
 def test_a_chain_without_penalties_has_none(demo_server: Running) -> None:

@@ -23,8 +23,8 @@ from lp.draft.pool.history_file import HistoryFile
 from lp.draft.pool.model_ngrams import write_file
 from lp.errors import UserError
 from lp.models.loader import vocabulary_size
-from tests.launch.serve.test_infill import infilling_model
 from tests.support.corpora import corpus_of
+from tests.support.fim_models import infilling_model
 from tests.support.limits import limited
 from tests.support.serving import STEP_TIMES, serving
 
