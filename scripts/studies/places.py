@@ -10,6 +10,7 @@ PLACES = {
     "config": "docs/reference/config.md",
     "completion": "docs/experiments/completion.md",
     "corpus": "docs/experiments/completion.md",
+    "corpus_lookup": "docs/experiments/completion.md",
     "exactness": "docs/experiments/exactness.md",
     "first_contact": "docs/experiments/budget.md",
     "first_token": "docs/experiments/batches.md",
