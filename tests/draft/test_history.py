@@ -9,11 +9,13 @@ import resource
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -513,6 +515,36 @@ def test_another_owner_s_texts_change_nothing(tmp_path: Path) -> None:
         assert steps_of(beside) == steps_of(alone) and beside.reused == 0
         assert [*run(["", "ann"], **values)][1].reused == 0
         assert (tmp_path / "history").exists() and (tmp_path / "history.ann").exists()
+
+
+@pytest.mark.slow
+def test_another_owner_s_texts_take_no_time(tmp_path: Path) -> None:
+    """Of steps that are as many, their time would tell: here by the thread's clock, in turn with a decoder alone."""
+    model, rng = tiny_model(), random.Random(1)
+    ids, texts = drawn_text(rng, 30), [drawn_text(rng, 200) for _ in range(300)]
+    decoders = []
+    for name in ("alone", "beside"):
+        (tmp_path / name).mkdir()
+        path = tmp_path / name / "history"
+        if name == "beside":
+            file = HistoryFile(f"{path}.bob", VOCABULARY, 1 << 20)
+            for text in [ids, *texts]:
+                file.append(text)
+            file.close()
+        decoder = lp.LookaheadDecoder(model, config_of(path))
+        for owner in ("bob", "ann"):
+            decoder.generate(ids, 4, owner=owner)
+        decoders.append(decoder)
+    ratios, steps = [], []
+    for _ in range(40):
+        taken = []
+        for decoder in decoders:
+            began = time.thread_time()
+            steps.append(decoder.generate(ids, 30, owner="ann").steps)
+            taken.append(time.thread_time() - began)
+        ratios.append(taken[1] / taken[0])
+    assert steps[::2] == steps[1::2]
+    assert 0.95 < median(ratios) < 1.05
 
 
 def test_a_running_text_s_cache_is_its_owner_s(tmp_path: Path) -> None:
