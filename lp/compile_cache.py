@@ -109,7 +109,7 @@ def _start(nice: int = 0) -> subprocess.Popen[bytes]:
 
 @functools.cache
 def cache_folder() -> Path | None:
-    """Folder for the compiled code of these very sources; None if no folder can be written."""
+    """Folder that keeps the compiled code of this version of lp's sources; None if no folder can be written."""
     name = f"compiled-{sources_digest()}"
     for parent in _cache_parents():
         folder = parent / name

@@ -34,7 +34,7 @@ NO_LOGITS = torch.empty(0)
 
 
 class BatchStep:
-    """Runs decode steps of texts, each step over those that are given then.
+    """Runs decode steps of generated texts, each step over the texts that are given for it.
 
     A text that fails does not stop the others, if there is one rank or all ranks fail alike.
 
@@ -104,7 +104,11 @@ class BatchStep:
         self._each([text], lambda text: text.prompt.read_images(text.cache))
 
     def capture(self, text: Generation) -> None:
-        """Capture CUDA graphs for all step sizes that a text may need while it runs alone, before its first step."""
+        """Capture CUDA graphs for all step sizes that a text may need while it runs alone, before its first step.
+
+        Args:
+            text: the text that is about to begin.
+        """
         text.capture_steps(partial(self._capture, text))
 
     def _capture(self, text: Generation, num_tokens: int, num_logits: Sequence[int]) -> None:

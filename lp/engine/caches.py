@@ -35,7 +35,7 @@ class _Borrowed:
 
 
 class TextCaches:
-    """Gives each text of an engine a KV cache, with the prefix of its prompt that an earlier text has computed.
+    """Gives each generated text of an engine a KV cache, with the part of its prompt that an earlier text has computed.
 
     Args:
         runner: runs the model, and has the static cache of its CUDA graphs.

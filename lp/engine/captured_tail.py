@@ -46,9 +46,10 @@ class SamplerMemory(NamedTuple):
     """Device memory of the samplers of Q texts, at fixed addresses, so that a CUDA graph can read and write it.
 
     Attributes:
-        noise_SV: Gumbel noise, one row a position (`lp.sampling.noise`); None: no text is sampled under noise.
-        counts_QV: int32, how often each token occurs in each text, for penalties (`lp.sampling.token_counts`); None: no
-            text has such a penalty.
+        noise_SV: Gumbel noise, (S, V) for S rows, each the noise of one position in a text (`lp.sampling.noise`); None:
+            no text is sampled under noise.
+        counts_QV: int32 (Q, V), how often each token occurs in each text, for penalties (`lp.sampling.token_counts`);
+            None: no text has such a penalty.
     """
 
     noise_SV: torch.Tensor | None
@@ -62,8 +63,8 @@ class TailShape(NamedTuple):
         texts: Q, most texts.
         message: shape of one text's message.
         num_logits: how many top-k logits each node's part of a message gets, at most K.
-        compared: True among ranks, whose messages have the best logits of each `c`, so that ranks can compare them.
-            False on one rank, where the graph copies the messages to the host instead.
+        compared: True among ranks, whose messages have the best logits of each text's newest token, for ranks to
+            compare. False on one rank, where the graph copies the messages to the host instead.
     """
 
     texts: int

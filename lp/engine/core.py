@@ -39,14 +39,14 @@ Batch = tuple[list[Generation], list[tuple[Generation, int]]]
 
 
 class Handle:
-    """One text of an engine, as `Engine.submit` returns it: ask it for progress (`tokens`, `done`) and the result.
+    """One generated text of an engine, as `Engine.submit` returns it, with its progress and its result.
 
     Attributes:
         request: the checked call; deleted when the text ends.
         generation: the text's state while it takes steps (tokens, KV cache, draft source); None before and after.
         output: what `generate` would return; None until the text has ended. Of a cancelled text, the tokens so far.
         error: the exception that the text failed with; None if it did not fail.
-        reused: tokens of the prompt whose KV an earlier text had computed.
+        reused: number of the prompt's first tokens whose KV was copied from an earlier text.
         reusable: whether later prompts may reuse the text's KV; False once the model's weights may have changed.
     """
 
@@ -106,7 +106,7 @@ class Handle:
 
 
 class EngineCore:
-    """The scheduler of texts that share decode steps, for `Engine` and for `generate`, which check what users give.
+    """The scheduler of generated texts that share decode steps; `Engine` and `generate` check arguments and run it.
 
     Among ranks, all make the same calls in the same order.
 

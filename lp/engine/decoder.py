@@ -371,7 +371,7 @@ class Decoder:
 
     @property
     def noisy_guesses(self) -> bool:
-        """Whether window guesses, which verification can't accept in their step, are sampled under the noise too."""
+        """Whether window guesses that can't be accepted in their step are sampled under noise as accepted ones are."""
         return True
 
     def _images(self, prompt: Sequence[int], inputs: dict[str, Any]) -> PromptImages | None:

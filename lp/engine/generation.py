@@ -66,10 +66,11 @@ class StepPart(NamedTuple):
     Attributes:
         layout: the nodes that this rank computes.
         header: first int64s of this rank's message.
-        slices: which window columns each rank computes.
+        slices: which columns of the lookahead window each rank computes.
         merges: whether draft nodes that repeat a window node share that node; see `DraftTree.merge`.
         num_logits: number of top-k logits that the message has of each node.
-        plain: whether the step computes `c` alone, as plain decoding does: it drafts nothing and learns nothing.
+        plain: whether the step computes one token, the newest of the text, as plain decoding does: it drafts nothing
+            and learns nothing.
     """
 
     layout: StepLayout
@@ -83,8 +84,8 @@ class StepPart(NamedTuple):
 class Generation:
     """The state of one text while it is generated, on one rank, and the parts of its decode steps.
 
-    Token ids, window and draft source are the same on every rank, since they change only by gathered messages. Each
-    rank has its own KV cache, which may lack accepted tokens that other ranks computed: the rank computes those
+    Token ids, lookahead window and draft source are equal on all ranks, since they change only by gathered messages.
+    Each rank has its own KV cache, which may lack accepted tokens that other ranks computed: the rank computes those
     catch-up tokens in its next step.
 
     Args:
@@ -394,7 +395,7 @@ class Generation:
             self.failures.attempt(merge, in_any_case=True)
 
     def finish(self) -> None:
-        """Tell the draft source that the text has ended, once it has learned all of it; every rank calls it."""
+        """Let the draft source learn the rest of the last step, and tell it that the text has ended; on every rank."""
         self.finish_learning()
         prompt_tokens = len(self.request.prompt) - self.request.continued
         text = self.text[: len(self.request.prompt) + self.delivery.num_kept]

@@ -171,7 +171,7 @@ class LookaheadDecoder(BatchDecoder):
 
     @property
     def noisy_guesses(self) -> bool:
-        """Whether window guesses, which verification can't accept in their step, are sampled under the noise too.
+        """Whether window guesses that can't be accepted in their step are sampled under noise as accepted ones are.
 
         False only in the ablation `window_noise=False`.
         """

@@ -117,7 +117,7 @@ class GenerationOutput:
         logits, scores: (tokens, V), the model's logits at each token, and the logits after processors and warpers that
             it was chosen by; None unless asked for. V: vocabulary.
         resumed: how many of the first tokens a journal had, so that no step of this call made them.
-        reused: how many of the prompt's tokens were in the cache already, from an earlier text.
+        reused: how many of the prompt's first tokens had their KV copied from an earlier text.
         accepted_prediction: how many tokens of the caller's `prediction` were accepted as draft tokens.
         attention: what computed attention, such as "flash", or "transformers' sdpa" for AutoregressiveDecoder; empty if
             nothing was computed.

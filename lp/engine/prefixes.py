@@ -35,7 +35,7 @@ class CachedText:
 
 
 class Prefixes:
-    """The texts that have ended and are kept for reuse, with their caches; no text is a prefix of another.
+    """The generated texts that are kept for prefix reuse, with their KV caches; no text is a prefix of another.
 
     Args:
         give_back: function that frees the slots of a cache.

@@ -40,7 +40,7 @@ class ShardedSampling:
     Attributes:
         compared: whether messages have the best logits of `c`, for replicas to compare: if several share steps.
         failure: this rank's exception in the last step, if its replica has learned of it.
-        heads: DIGEST, STOP and LENGTH of all ranks of the replica in the last step, int64 (T, HEAD).
+        heads: DIGEST, STOP and LENGTH of all ranks of the replica in the last step, int64 (T, 3).
     """
 
     def __init__(self, head: ShardedHead, context: ParallelContext) -> None:
@@ -62,11 +62,11 @@ class ShardedSampling:
         """Sample the nodes of a step together with the other ranks of the replica.
 
         Args:
-            logits: (n, V), or this rank's columns of them.
+            logits: logits of the n nodes, (n, V), or this rank's columns of them.
             by_host: computes scores (n, V) and tokens (n,) from whole logits (n, V), by processors on the host; used if
                 `sampling` is None.
             sampling: samples by tensor operations alone; None: the text has a processor that needs the host.
-            num_logits: K.
+            num_logits: K, how many top-k logits to take of each node.
             header: first int64s of this rank's message.
 
         Returns:
@@ -100,13 +100,14 @@ class ShardedSampling:
         """Sample the nodes of a step by tensor operations alone, so that a CUDA graph can hold them.
 
         Args:
-            known: DIGEST, STOP and LENGTH of this rank's message, int64 (HEAD,).
-            logits: (n, V), or this rank's columns of them.
+            known: DIGEST, STOP and LENGTH of this rank's message, int64 (3,).
+            logits: logits of the n nodes, (n, V), or this rank's columns of them.
             sampling: samples the nodes.
-            num_logits: K.
+            num_logits: K, how many top-k logits to take of each node.
 
         Returns:
-            The sampled tokens; STOP and LENGTH for the replica's message, int64 (2,); and `heads`, int64 (T, HEAD).
+            The sampled tokens; STOP and LENGTH for the replica's message, int64 (2,); and DIGEST, STOP and LENGTH of
+            each of the replica's T ranks, int64 (T, 3).
         """
         if logits.shape[-1] == self.head.out_features or not sampling.rules.shardable:
             whole = self.head.whole(logits)

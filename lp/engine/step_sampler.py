@@ -99,10 +99,10 @@ class StepSampler:
         return message
 
     def of_nodes(self, logits: torch.Tensor, scores: torch.Tensor, tokens: torch.Tensor, num_logits: int) -> Sampled:
-        """Gather what a message says of sampled nodes: tokens, top-k logits, and the best logits of `c` among ranks.
+        """Gather what a message says of sampled nodes: tokens, top-k logits, and logits that ranks compare.
 
         Args:
-            logits: the model's logits of the nodes, (n, V); row 0 is that of `c`.
+            logits: the model's logits of the nodes, (n, V); row 0 is that of the text's newest token.
             scores: the logits after processors and warpers, (n, V).
             tokens: the sampled tokens, int64 (n,).
             num_logits: number of top-k logits to take of each node.

@@ -140,7 +140,7 @@ class StepTails:
     def tail(
         self, step: CapturedStep, logits_BV: torch.Tensor, passes: Sequence[StepSampler], num_logits: int
     ) -> CapturedTail | None:
-        """Find the tail for texts of a step, or capture it.
+        """Find or capture the tail of a step for some texts: the CUDA graph that samples behind the forward pass.
 
         Args:
             step: the captured step.
@@ -169,7 +169,7 @@ class StepTails:
         return tail
 
     def lacks(self, step: CapturedStep, passes: Sequence[StepSampler], num_logits: int) -> bool:
-        """Whether the tail for these texts has not been captured yet; arguments are those of `tail`."""
+        """Whether the graph that samples these texts after the step is not captured yet; arguments as in `tail`."""
         return self._key(passes, num_logits) not in step.tails
 
     def _key(self, passes: Sequence[StepSampler], num_logits: int) -> _TailKey:

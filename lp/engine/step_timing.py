@@ -95,7 +95,7 @@ class GivenStepTimes:
 
     Attributes:
         times: the step times as they are known now.
-        careful: the step times that budgets decide by; an estimate takes a step to cost a little more than it knows.
+        careful: the step times that budgets decide by; a size of which little is known counts as slower than estimated.
         origin: phrase that tells a user where the times come from; empty for given ones.
     """
 

@@ -60,7 +60,7 @@ class Stopping:
         criteria: list[StoppingCriteria],
         device: torch.device,
     ) -> Stopping:
-        """Check what one call says about its end, and gather it.
+        """Check and gather the settings of one call that may end its text.
 
         Args:
             eos, max_new_tokens, room, prompt, criteria, device: see the attributes.
