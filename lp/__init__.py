@@ -106,13 +106,13 @@ _MODULES = {name: module for module, names in _NAMES.items() for name in names.s
 
 
 def _worth_saying(record: logging.LogRecord) -> bool:
-    """Leave out what torch says of torchao's own code: transformers imports it, where it is there, for every model."""
+    """Drop torch's warnings about torchao's code, which transformers imports for every model if it is installed."""
     said_of = record.args if isinstance(record.args, tuple) else ()
     return not any(str(getattr(value, "__module__", "")).startswith("torchao.") for value in said_of)
 
 
 def _may_be_missed(record: logging.LogRecord) -> bool:
-    """Leave out that torchao's GPU kernels can't be loaded by a torch without CUDA, which it says in every program."""
+    """Drop torchao's warning that its GPU kernels can't be loaded, if this torch has no CUDA."""
     import torch  # torchao has it
 
     return torch.version.cuda is not None or not str(record.msg).startswith("Failed to load ")

@@ -1,7 +1,7 @@
-"""Checks of what a user gives: numbers and choices, each refused with its value, its limit and the remedy.
+"""Checks of users' settings and arguments, with errors that name the value, the limit and the remedy.
 
-Numpy's and torch's scalars are taken for the numbers that they are; what is stored is Python's own int or float, so
-that settings read the same on every rank.
+Scalars of numpy and torch are accepted as numbers. The checks return Python's own int or float, so that settings print
+the same on every rank and can be compared.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ from lp.errors import UserError
 
 
 def as_int(value: Any) -> int | None:
-    """The int that a value is, as an index would take it; None for a bool, numpy's too, and for what is no integer."""
+    """Convert an integer of Python, numpy or torch to int; None if the value is a bool or no integer.
+
+    Args:
+        value: anything a user gave, such as 3 or np.int64(3); 3.0 is no integer.
+    """
     try:
         return None if isinstance(value, bool | np.bool_) or getattr(value, "ndim", None) else operator.index(value)
     except TypeError:
@@ -28,7 +32,11 @@ def as_int(value: Any) -> int | None:
 
 
 def as_float(value: Any) -> float | None:
-    """The float that a number is; None for a bool, for NaN, and for what is no number or too large for one."""
+    """Convert a number of Python or numpy to float; None if the value is a bool, NaN, too large or no number.
+
+    Args:
+        value: anything a user gave.
+    """
     if isinstance(value, bool) or not isinstance(value, Real):
         return None
     try:
@@ -39,7 +47,11 @@ def as_float(value: Any) -> float | None:
 
 
 def flat_list(value: Any) -> list[Any]:
-    """The elements of a tensor or an array of any shape, of an iterable, or a lone value."""
+    """The elements of a tensor or array of any shape or of an iterable, as one list; a lone value as a list of one.
+
+    Args:
+        value: such as torch.tensor([[1, 2]]), which gives [1, 2], or 3, which gives [3].
+    """
     if hasattr(value, "reshape"):
         elements: list[Any] = value.reshape(-1).tolist()
         return elements
@@ -47,7 +59,13 @@ def flat_list(value: Any) -> list[Any]:
 
 
 def check_int(name: str, value: object, low: int, high: float, remedy: str) -> int:
-    """The int that a value is, refused outside [low, high].
+    """Convert a value to int, and refuse it if it is no integer in [low, high].
+
+    Args:
+        name: what the error calls the value, such as "max_new_tokens".
+        value: the value that a user gave.
+        low, high: limits, both allowed; math.inf: no upper limit.
+        remedy: end of the error message, such as "try 512".
 
     Raises:
         ValueError: names the value, the limit and the remedy.
@@ -60,10 +78,13 @@ def check_int(name: str, value: object, low: int, high: float, remedy: str) -> i
 
 
 def check_kind(name: str, value: object, kinds: type | tuple[type, ...], wanted: str) -> None:
-    """Refuse a value that is of none of these types.
+    """Refuse a value of a wrong type.
 
     Args:
-        wanted: what to give, such as "lp.SamplingParams, or None for greedy".
+        name: what the error calls the value, such as "sampling".
+        value: the value that a user gave.
+        kinds: the type that it must have, or several that it may have.
+        wanted: what the error says to give, such as "lp.SamplingParams, or None for greedy".
 
     Raises:
         ValueError: names the value and what to give.
@@ -73,7 +94,12 @@ def check_kind(name: str, value: object, kinds: type | tuple[type, ...], wanted:
 
 
 def check_callback(name: str, value: object, wanted: str) -> None:
-    """Refuse what can't be called; None is no callback.
+    """Refuse a callback that can't be called; None is allowed, for no callback.
+
+    Args:
+        name: what the error calls the callback, such as "on_tokens".
+        value: the callback that a user gave.
+        wanted: what the error says to give, such as "a function of (new tokens, step), or None".
 
     Raises:
         ValueError: names the value and what to give.
@@ -83,10 +109,15 @@ def check_callback(name: str, value: object, wanted: str) -> None:
 
 
 def check_callables(name: str, values: Any, wanted: str) -> list[Any]:
-    """The elements of an iterable of what can be called; None has none, as in transformers.
+    """Convert an iterable of callables to a list; None gives an empty list, as in transformers.
+
+    Args:
+        name: what the error calls the argument, such as "logits_processor".
+        values: the iterable that a user gave, or None.
+        wanted: what the error says to give.
 
     Raises:
-        ValueError: names the value and what to give.
+        ValueError: the value is not iterable, or an element can't be called; says what to give.
     """
     elements = [] if values is None else values
     check_kind(name, elements, Iterable, wanted)
@@ -98,10 +129,15 @@ def check_callables(name: str, values: Any, wanted: str) -> list[Any]:
 
 
 def env_int(name: str, default: int, low: int = 0, high: float = math.inf) -> int:
-    """An integer that a launcher has put into the environment.
+    """Read an environment variable that a launcher sets to an integer, such as WORLD_SIZE.
+
+    Args:
+        name: the variable.
+        default: the number if the variable is not set.
+        low, high: limits, both allowed.
 
     Raises:
-        UserError: names the variable, its value and the remedy.
+        UserError: the value is no integer in the limits; names the variable, its value and the remedy.
     """
     text = os.environ.get(name, str(default))
     value = int(text) if text.strip().isdecimal() else text
@@ -109,10 +145,14 @@ def env_int(name: str, default: int, low: int = 0, high: float = math.inf) -> in
 
 
 def check_count(config: object, name: str, low: int, high: float, remedy: str, letter: str = "") -> None:
-    """Refuse a field of a frozen config outside [low, high], and make it an int.
+    """Check, in a frozen config's `__post_init__`, that a field is an integer in [low, high], and make it an int.
 
     Args:
-        letter: what the field is called elsewhere, such as W.
+        config: the config that is being made.
+        name: the field.
+        low, high: limits, both allowed.
+        remedy: end of the error message.
+        letter: the paper's name of the field, such as "W", for the error; empty for none.
 
     Raises:
         ValueError: names the value, the limit and the remedy.
@@ -122,10 +162,16 @@ def check_count(config: object, name: str, low: int, high: float, remedy: str, l
 
 
 def check_switch(name: str, value: Any) -> bool:
-    """True or False, of these, of numpy's, or of 1 and 0.
+    """Convert True, False, 1, 0 or a bool of numpy to bool, and refuse all else.
+
+    A string such as "false" is refused because Python takes it for true.
+
+    Args:
+        name: what the error calls the value.
+        value: the value that a user gave.
 
     Raises:
-        ValueError: names the value; a string is true, whatever it says.
+        ValueError: names the value.
     """
     if getattr(value, "ndim", 0) or value not in (True, False):
         raise UserError(f"{name} is {value!r}; give True or False")
@@ -133,17 +179,26 @@ def check_switch(name: str, value: Any) -> bool:
 
 
 def check_switches(config: object, *names: str) -> None:
-    """Refuse fields of a frozen config that are neither true nor false, and make them Python's own.
+    """Check fields by `check_switch` in a frozen config's `__post_init__`, and make them bools.
+
+    Args:
+        config: the config that is being made.
+        names: the fields.
 
     Raises:
-        ValueError: names the value.
+        ValueError: names the field and its value.
     """
     for name in names:
         set_field(config, name, check_switch(name, getattr(config, name)))
 
 
 def check_choice(config: object, name: str, choices: type[StrEnum]) -> None:
-    """Refuse anything but a member or its value, and make a field of a frozen config the member.
+    """Check, in a frozen config's `__post_init__`, that a field is one of an enum's choices, and make it that member.
+
+    Args:
+        config: the config that is being made.
+        name: the field; its value may be a member, or the string of one.
+        choices: the enum.
 
     Raises:
         ValueError: names the value and the choices.
@@ -155,7 +210,13 @@ def check_choice(config: object, name: str, choices: type[StrEnum]) -> None:
 
 
 def check_real(name: str, value: object, low: float, high: float, remedy: str) -> float:
-    """The float that a number is, refused outside [low, high].
+    """Convert a value to float, and refuse it if it is no number in [low, high].
+
+    Args:
+        name: what the error calls the value.
+        value: the value that a user gave.
+        low, high: limits, both allowed.
+        remedy: end of the error message.
 
     Raises:
         ValueError: names the value, the limit and the remedy.
@@ -167,5 +228,5 @@ def check_real(name: str, value: object, low: float, high: float, remedy: str) -
 
 
 def set_field(config: object, name: str, value: object) -> None:
-    """Give a field of a frozen config its checked value, while it is being made."""
+    """Set a field of a frozen dataclass, for its `__post_init__` to store a checked value."""
     object.__setattr__(config, name, value)

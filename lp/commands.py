@@ -1,7 +1,7 @@
-"""What the user of this installation can type, where they are: messages name no file and no command that is not there.
+"""Commands to name in messages, as they work in this installation and in the current folder.
 
-A clone has `torchrun.sh`, `scripts/` and `docs/`; an installed package has the command `lp`, where its environment is
-active.
+A clone of the repository has `torchrun.sh`, `scripts/` and `docs/`. An installed package has the command `lp`, if its
+environment is active.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ def in_clone() -> bool:
 
 
 def app_command(app: str) -> str:
-    """What starts an app."""
+    """The shell command that starts an app, such as "lp generate" or "bash torchrun.sh launch.generate".
+
+    Args:
+        app: name of the app, such as "generate".
+    """
     if _lp_is_found():
         return f"lp {app}"
     if in_clone():
@@ -29,7 +33,11 @@ def app_command(app: str) -> str:
 
 
 def module_command(module: str) -> str:
-    """What runs a module of the apps' package, as "bench.report"."""
+    """The shell command that runs a module of the apps' package, such as "python -m launch.bench.report".
+
+    Args:
+        module: name of the module within the package, such as "bench.report".
+    """
     if not in_clone():
         return f"python -m lp.launch.{module}"
     elsewhere = "" if _in_clone_folder() else f"PYTHONPATH={shlex.quote(str(CLONE))} "
@@ -37,7 +45,11 @@ def module_command(module: str) -> str:
 
 
 def install_command(extra: str) -> str:
-    """What installs an extra."""
+    """The shell command that installs lp's optional packages of one kind, such as "pip install '.[gguf]'".
+
+    Args:
+        extra: name of the extra in pyproject.toml.
+    """
     source = ("." if _in_clone_folder() else str(CLONE)) if in_clone() else "lp-runtime"
     return f"pip install {shlex.quote(f'{source}[{extra}]')}"
 
@@ -54,5 +66,5 @@ def _in_clone_folder() -> bool:
 
 
 def _of_clone(name: str) -> str:
-    """A file of the clone, as a shell takes it."""
+    """Path of a file of the clone, quoted for a shell: relative in the clone's folder, else absolute."""
     return name if _in_clone_folder() else shlex.quote(str(CLONE / name))

@@ -1,9 +1,10 @@
-"""Where compiled functions are kept, and who compiles them: a process in the background, once after an install.
+"""Keeps lp's compiled functions on disk, and has them compiled by a background process, once after an install.
 
-numba takes about a minute for all of lp's functions, which nobody should wait for before a first token. So a process
-runs them as Python until they have been compiled, which gives the same bits, some milliseconds a step later.
+numba takes about a minute for all of lp's functions, too long to wait for before a first token. Until they have been
+compiled, a process runs the same functions as Python, which gives the same bits and takes some milliseconds a step
+longer.
 
-`LP_COMPILE=now` compiles within the process, at each function's first call: for tests, and for who compiles.
+With `LP_COMPILE=now` a process compiles each function at its first call: for tests, and for the background process.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 SETTING, NOW = "LP_COMPILE", "now"
-NUMBA_CACHE = "NUMBA_CACHE_DIR"  # numba's own setting
-DISABLED = "NUMBA_DISABLE_JIT"  # likewise
+NUMBA_CACHE = "NUMBA_CACHE_DIR"  # numba's own variable: its cache folder
+DISABLED = "NUMBA_DISABLE_JIT"  # numba's own variable: 1 switches it off
 
 
 def is_wanted() -> bool:
-    """Whether numba is installed, and not switched off."""
+    """Whether functions are to be compiled at all: numba is installed, and NUMBA_DISABLE_JIT is not set."""
     try:
         version("numba")
     except PackageNotFoundError:
@@ -36,12 +37,12 @@ def is_wanted() -> bool:
 
 
 def runs_compiled() -> bool:
-    """Whether this process takes compiled functions."""
+    """Whether functions that this process imports from now on are compiled ones."""
     return is_wanted() and (os.environ.get(SETTING) == NOW or is_complete())
 
 
 def why_not_compiled() -> str:
-    """Why functions run as Python here, and until when: for a line about the run."""
+    """Why lp's functions run as Python here, as a sentence for a run's report; it assumes that they do."""
     if not is_wanted():
         return "numba, which compiles lp's functions, is not installed or switched off"
     if cache_folder() is None:
@@ -50,20 +51,21 @@ def why_not_compiled() -> str:
 
 
 def is_complete() -> bool:
-    """Whether every function has been compiled here, for this processor and release of numba."""
+    """Whether the cache folder has every function, compiled for this processor, Python and release of numba."""
     folder = cache_folder()
     return folder is not None and _mark(folder).exists()
 
 
 def mark_complete() -> None:
-    """Let processes that begin from now on take compiled functions."""
+    """Note in the cache folder that every function is compiled, so that later processes use them."""
     if folder := cache_folder():
         _mark(folder).touch()
 
 
 def complete() -> None:
-    """Compile whatever is missing, and wait for it: before something is measured or served, and before lp's functions
-    are imported.
+    """Compile the functions that are missing, and wait for it, about a minute.
+
+    Call it before something is measured or served, and before lp's functions are imported.
     """
     if os.environ.get(SETTING) != NOW and is_wanted() and cache_folder() and not is_complete():
         with suppress(OSError):  # no process can be made: functions run as Python
@@ -71,14 +73,14 @@ def complete() -> None:
 
 
 def imported_too_early() -> bool:
-    """Whether this process goes on with functions as Python that have been compiled since it imported them."""
+    """Whether this process runs Python functions that were compiled only after it had imported them."""
     module = sys.modules.get("lp.compiled")
     return module is not None and not module.COMPILED and runs_compiled()
 
 
 @functools.cache
 def complete_in_background() -> None:
-    """Compile whatever is missing in a process that may outlive this one and gives way to all others."""
+    """Start a process of lowest priority that compiles the missing functions; it may outlive this process."""
     if os.environ.get(SETTING) != NOW and is_wanted() and cache_folder() and not is_complete():
         with suppress(OSError):  # no process can be made: functions go on as Python
             _start(nice=19)
@@ -107,7 +109,7 @@ def _start(nice: int = 0) -> subprocess.Popen[bytes]:
 
 @functools.cache
 def cache_folder() -> Path | None:
-    """Where compiled code of these sources lies; None where nothing can be written."""
+    """Folder that keeps the compiled code of this version of lp's sources; None if no folder can be written."""
     name = f"compiled-{sources_digest()}"
     for parent in _cache_parents():
         folder = parent / name
@@ -121,7 +123,7 @@ def cache_folder() -> Path | None:
 
 
 def _cache_parents() -> Iterator[Path]:
-    """numba's own setting, else this package, else the user's cache folder."""
+    """Folders to try: numba's own setting alone if there is one, else this package's, then the user's cache folder."""
     if given := os.environ.get(NUMBA_CACHE):
         yield Path(given)
         return
@@ -133,8 +135,9 @@ def _cache_parents() -> Iterator[Path]:
 
 @functools.cache
 def sources_digest() -> str:
-    """Names the version of what is compiled: a digest of the files that have compiled functions, and of those that
-    these import, whose constants are compiled in.
+    """Digest of the sources that are compiled, for the name of the cache folder: 16 hexadecimal digits.
+
+    It covers the files that have compiled functions, and the files that they import, whose constants are compiled in.
     """
     package = Path(__file__).parent
     sources = {path: path.read_text(encoding="utf-8") for path in sorted(package.rglob("*.py"))}
@@ -146,7 +149,7 @@ def sources_digest() -> str:
 
 
 def _mark(folder: Path) -> Path:
-    """The file that says so; numba compiles anew for another processor, Python, or release of its own."""
+    """The file whose existence says that all is compiled, for this processor, Python and release of numba."""
     from llvmlite.binding import get_host_cpu_name
 
     python = f"{sys.version_info.major}.{sys.version_info.minor}"

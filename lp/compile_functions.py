@@ -1,6 +1,7 @@
-"""Compile lp's functions by letting them run on the demo model: `python -m lp.compile_functions [NICENESS]`.
+"""Compiles lp's functions by running them on the demo model: `python -m lp.compile_functions [NICENESS]`.
 
-`lp.compile_cache` starts this, once after an install. One process at a time does it, and the next one finds it done.
+`lp.compile_cache` starts it, once after an install. If several processes start, one compiles, and the others wait and
+find the work done.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from lp.compile_cache import NOW, SETTING, cache_folder, is_complete, mark_compl
 if TYPE_CHECKING:
     from lp.parallel.context import ParallelContext
 
-TOKENS = 24  # of each run: enough that drafts are taken, learnt from and drawn
+TOKENS = 24  # to generate in each run: enough that draft tokens are accepted, learned from and sampled
 
 
 def main() -> None:
-    """Compile, unless another process did while this one waited for it."""
+    """Compile all functions, unless another process did so while this one waited for the lock."""
     if len(sys.argv) > 1:
         os.nice(int(sys.argv[1]))
     os.environ[SETTING] = NOW

@@ -1,7 +1,7 @@
-"""Compiled functions: numba compiles them where it is installed; elsewhere, and until they have been compiled in the
-background (`lp.compile_cache`), the same code runs as Python, slower.
+"""`jit`, which compiles lp's inner loops by numba, and the arrays and mathematics that compiled functions use.
 
-Also the mathematics that they need, of + - * / on doubles alone: every processor gives the same bits.
+Without numba, and until functions have been compiled in the background (`lp.compile_cache`), the same code runs as
+Python, slower. The mathematics uses only + - * / on doubles, so that every processor gives the same bits.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ if COMPILED:
 
 
 def _compiled(function: Any, inlined: bool = True) -> Any:
-    """The function, compiled at its first call and cached on disk, in a folder for these very sources.
+    """Let numba compile a function at its first call, and cache it on disk in a folder for these very sources.
 
-    numba alone would look at the function's own file, and go on using what it had compiled of functions that it calls.
+    With its default folder, numba would only notice changes of the function's own file, and use stale code of the
+    functions that it calls.
 
     Args:
-        inlined: it becomes part of all that call it.
+        function: the function.
+        inlined: whether to inline it in the functions that call it.
     """
     # Nothing here allocates. With numba's runtime every call would count references to all arrays: half the time.
     options = {"nogil": True, "_nrt": False, "forceinline": inlined}
@@ -41,23 +43,31 @@ def _compiled(function: Any, inlined: bool = True) -> Any:
 
 
 jit: Any = _compiled if COMPILED else lambda function: function
-jit_called: Any = partial(_compiled, inlined=False) if COMPILED else jit  # for what is long, and seldom called
+jit_called: Any = partial(_compiled, inlined=False) if COMPILED else jit  # for long functions that are seldom called
 U64: Any = np.uint64 if COMPILED else int  # unsigned 64-bit arithmetic: wrap it with & MASK, which Python's ints need
 I64: Any = np.int64 if COMPILED else int
 
 
 def compiled_array(array: np.ndarray) -> Any:
-    """An array as compiled functions take it; Python indexes a memoryview far faster."""
+    """Prepare an array for a compiled function: the array itself, or a memoryview if the function runs as Python.
+
+    Python indexes a memoryview much faster than an array. Both share the array's memory, if it is contiguous.
+    """
     return array if COMPILED else memoryview(np.ascontiguousarray(array))  # type: ignore[arg-type]
 
 
 def compiled_zeros(size: int, dtype: str) -> Any:
-    """An array of zeros as compiled functions take it."""
+    """Make an array of zeros for a compiled function; see `compiled_array`.
+
+    Args:
+        size: number of elements.
+        dtype: numpy's name of the dtype, such as "i8".
+    """
     return compiled_array(np.zeros(size, dtype))
 
 
 def compiled_ints(values: Any) -> Any:
-    """Whole numbers as compiled functions take them."""
+    """Copy a sequence of integers to an int64 array for a compiled function; see `compiled_array`."""
     return compiled_array(np.array(values, np.int64))
 
 
@@ -78,7 +88,7 @@ S27, S30, S31 = U64(27), U64(30), U64(31)  # shifts
 
 @jit
 def mix(value):
-    """splitmix64's finaliser of an unsigned 64-bit integer."""
+    """Hash an unsigned 64-bit integer to another: the finaliser of the random generator splitmix64."""
     value = ((value ^ (value >> S30)) * MIX_1) & MASK
     value = ((value ^ (value >> S27)) * MIX_2) & MASK
     return value ^ (value >> S31)
@@ -86,7 +96,7 @@ def mix(value):
 
 @jit
 def log(value):
-    """Natural logarithm, to about 1e-10; only + - * / so that every processor gives the same."""
+    """Natural logarithm of a positive double, to about 1e-10, with the same bits on every processor."""
     mantissa, exponent = math.frexp(value)
     if mantissa < ROOT_HALF:
         mantissa, exponent = mantissa * 2, exponent - 1
@@ -97,7 +107,10 @@ def log(value):
 
 @jit
 def exp(value):
-    """Exponential of what is not positive, to about 1e-9; without a division, of which a step would take thousands."""
+    """Exponential of a double <= 0, to about 1e-9, with the same bits on every processor.
+
+    It has no division, which is slow: a step calls it thousands of times.
+    """
     if value < -700.0:
         return 0.0
     power = math.floor(value * LOG2_E + 0.5)

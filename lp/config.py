@@ -1,4 +1,4 @@
-"""Configuration of decoding: frozen dataclasses that check themselves. Knows no hydra.
+"""Configuration of decoding: frozen dataclasses that check their values when they are made, without Hydra.
 
 `window_size` W, `ngram_size` N and `guess_set_size` G are the paper's (arXiv 2402.02057, section 3).
 """
@@ -17,33 +17,40 @@ from lp.checks import check_choice, check_count, check_kind, check_switches, set
 from lp.errors import UserError
 from lp.removed_keys import RefusesRemoved
 
-DEFAULT_TIMEOUT_S = 120.0  # for which ranks wait for each other
-DEFAULT_SETUP_TIMEOUT_S = 1800.0  # the same while they compile and capture, which may take minutes on one of them
-MAX_STEP_TOKENS = 8192  # of a rank: a step's mask has their square
-MAX_CORPORA = 4  # of a pool
-MAX_SHARED_TOKENS = 1 << 16  # of a fixed step, which ranks divide
-# W, N and G where they are not given. W and G of an adaptive step are bounds of each rank: 200 tokens, about as many as
-# share one reading of the weights on a GPU, by its FLOPs for each byte that it reads.
+DEFAULT_TIMEOUT_S = 120.0  # seconds for which ranks wait for each other
+DEFAULT_SETUP_TIMEOUT_S = 1800.0  # seconds while ranks compile and capture, which may take one of them minutes
+MAX_STEP_TOKENS = 8192  # tokens that one rank may compute in a step: the attention mask has their square
+MAX_CORPORA = 4  # corpora that a pool may look in
+MAX_SHARED_TOKENS = 1 << 16  # tokens of a step with a fixed shape, which ranks divide
+# Defaults of W, N and G. With an adaptive config, W and G are bounds for each rank: together 200 tokens a step, about
+# as many as a GPU computes in the time in which it reads the weights once.
 FIXED_SHAPE = {"window_size": 16, "ngram_size": 2, "guess_set_size": 104}
 ADAPTIVE_SHAPE = FIXED_SHAPE | {"guess_set_size": 184}
 
 
 class KVSync(StrEnum):
-    """How a rank gets the KV of accepted tokens that another rank computed."""
+    """How a rank gets the KV of accepted tokens that another rank computed, for comparisons.
+
+    "recompute": it computes those tokens again, along with its next step. "broadcast": the other rank sends the KV.
+    """
 
     RECOMPUTE = "recompute"
     BROADCAST = "broadcast"
 
 
 class PoolScope(StrEnum):
-    """How long the pool remembers."""
+    """How long the n-gram pool remembers: for one text ("request"), or for a decoder's later texts too ("session")."""
 
     REQUEST = "request"
     SESSION = "session"
 
 
 class Capture(StrEnum):
-    """Whether a step's shape is fixed and its kernels replayed: `auto` is a CUDA graph on a GPU and off elsewhere."""
+    """How the kernels of a decode step are launched.
+
+    "off": one by one. "graph": as a CUDA graph of a fixed step size, captured once and replayed. "compile": as code of
+    torch.compile for fixed step sizes. "auto": "graph" on a GPU where it is possible, else "off".
+    """
 
     AUTO = "auto"
     OFF = "off"
@@ -52,9 +59,10 @@ class Capture(StrEnum):
 
 
 class Exact(StrEnum):
-    """What lookahead leaves as plain decoding has it: `tokens`, but for what rounding decides, or all bits of logits.
+    """How exactly lookahead decoding repeats plain decoding.
 
-    `auto` is `tokens` so far.
+    "tokens": the same tokens, except where two logits differ by no more than rounding. "bitwise": the same logits, bit
+    for bit, at a cost. "auto": "tokens".
     """
 
     AUTO = "auto"
@@ -63,8 +71,9 @@ class Exact(StrEnum):
 
 
 class KVDtype(StrEnum):
-    """What a cache holds keys and values as: `auto` is the model's dtype; the others are one byte a value, with a scale
-    for each head and token.
+    """How a KV cache stores keys and values.
+
+    "auto": in the model's dtype. "int8" and "fp8": in one byte a value, with a scale for each head and token.
     """
 
     AUTO = "auto"
@@ -73,36 +82,38 @@ class KVDtype(StrEnum):
 
     @classmethod
     def of(cls, value: str) -> KVDtype:
-        """The one of this name.
+        """The member with this name, such as "int8".
 
         Raises:
-            ValueError: there is none.
+            ValueError: there is no such member; names the choices.
         """
         if value not in list(cls):
             raise UserError(f"kv_dtype is {value!r}; it must be one of {', '.join(cls)}")
         return cls(value)
 
 
-_RESOLVED: Any = None  # the default of a field that __post_init__ fills in
+_RESOLVED: Any = None  # default of a field whose value __post_init__ chooses
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ablation:
-    """Parts of lookahead decoding, each of which can be switched off: to measure what it is worth, not to decode with.
+    """Switches for parts of lookahead decoding, to measure what each part is worth; not for normal use.
+
+    The pool is the memory of n-grams and logits that draft tokens come from. The defaults are the whole method.
 
     Args:
-        prompt_ngrams: the prompt's n-grams enter the pool before the first step.
-        prompt_logits: with prompt_ngrams, the top-k logits of the prompt enter it too; they pass the LM head for it,
-            which takes longer than it saves where steps are adaptive, and is left out there.
-        output_ngrams: the n-grams of accepted text enter the pool.
-        window_ngrams: the window's n-grams enter the pool.
-        position_guesses: tokens that nodes sample are remembered for their position.
-        num_logits: K, logits stored of every sampled node, to guess again from; 0 stores none.
-        renoise: under sampling, stored logits guess under the noise of the position they guess for.
-        learn: the weights of the pool's kinds of memory follow the text.
-        window_noise: under sampling, the window iterates under the sampler's own noise; False guesses greedily.
-        warmup_steps: first steps that verify nothing and read no n-gram, as the reference code's N - 1.
-        kv_sync: how ranks get each other's accepted KV.
+        prompt_ngrams: put the n-grams of the prompt into the pool before the first step.
+        prompt_logits: with prompt_ngrams, put the prompt's top-k logits into the pool too. They cost a pass through the
+            LM head; an adaptive config leaves them out, since they cost more time than they save.
+        output_ngrams: put the n-grams of the generated text into the pool.
+        window_ngrams: put the n-grams of the lookahead window into the pool.
+        position_guesses: remember the tokens that nodes sample, as guesses for the positions they were sampled for.
+        num_logits: K, how many top-k logits of each sampled node the pool stores, to guess other tokens from; 0: none.
+        renoise: guess from stored logits under the noise of the position that is guessed, if the text is sampled.
+        learn: adapt to the text, by every token, how far the pool trusts each of its kinds of memory.
+        window_noise: sample the window's guesses under the sampler's noise, if the text is sampled; False: greedily.
+        warmup_steps: number of first steps that verify no drafts and read no n-grams; the paper's code has N - 1.
+        kv_sync: how a rank gets the KV of accepted tokens that another rank computed.
 
     Raises:
         ValueError: a value out of range, with the limit and the remedy.
@@ -130,32 +141,34 @@ class Ablation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LookaheadConfig(RefusesRemoved):
-    """The shape of a lookahead step, or with `adaptive` the bounds of it, and what the pool may use.
+    """Settings of lookahead decoding: the size of its steps, and where its draft tokens come from.
 
-    To give any of W, N and G fixes every step's budget; to give none of them lets every step take what pays on this
-    machine. `adaptive` says so explicitly. Both are decided once, when the config is made: `dataclasses.replace` leaves
-    `adaptive` as it came out.
+    If W, N or G is given, every step has that fixed size. If none is, the config is adaptive: each step takes as many
+    tokens as pay on this machine, up to bounds. This is decided once, when the config is made; `dataclasses.replace`
+    keeps `adaptive` as it was decided. The pool is the memory of n-grams and logits that draft tokens come from.
 
     Args:
-        window_size: W, columns of the window; 0 leaves only the draft tree. Default 16.
+        window_size: W, columns of the lookahead window; 0: no window, draft tokens alone. Default 16.
         ngram_size: N, tokens of an n-gram; the window has N - 1 levels. Default 2.
-        guess_set_size: G; a step has at most G x (N - 1) draft tokens, 0 verifies none. Default 104; 184 where
-            `adaptive`, which makes 200 step tokens a rank.
-        draft_depth: longest draft path in tokens, beyond N - 1 by chaining n-grams; None is the paper's N - 1.
-        pool_scope: "session" passes the pool from one call of a decoder to its next; what a prompt's tokens are does
-            not change, which draft tokens they get does.
-        pool_mib: most memory of the pool, MiB; the oldest entries make room.
-        pool_file: with "session", a safetensors file to begin with, if it exists, and to write after every call.
-        pool_model_ngrams: what the model writes behind 1 to 3 tokens, which votes where the pool has not seen them:
-            a file of `lp ngrams`, "auto" for the one beside the model, if it is there, or "off".
-        history: a file that texts are added to once they have ended, and made if it isn't there: where the end of a
-            later text came in one of them, what followed there is drafted. It holds what was generated, and the end of
-            its prompt; None: nothing is kept.
-        corpora: files of `lp corpus`, at most 4, looked at again as each text begins: where the end of a text comes in
-            one of them too, what followed there is drafted.
-        ablation: parts of the method to leave out, for studies of what each is worth.
-        adaptive: W and G are bounds of each rank's step, which takes what pays on this machine; None is true if none of
-            W, N and G is given. Never None once the config is made.
+        guess_set_size: G; a step has at most G x (N - 1) draft tokens; 0: none. Default 104, or 184 if adaptive, which
+            with the window makes at most 200 tokens a step on each rank.
+        draft_depth: most draft tokens behind each other, by chaining n-grams; None: N - 1, as in the paper.
+        pool_scope: "request": each text begins with an empty pool. "session": it begins with the pool that earlier
+            texts of the decoder left; that changes the draft tokens, but no generated token.
+        pool_mib: most memory of the pool, MiB; the oldest entries make room for new ones.
+        pool_file: with "session", a safetensors file to read the pool from, if it exists, and to write it to after each
+            text; None for none.
+        pool_model_ngrams: a file of `lp ngrams`, which has the tokens that the model tends to write after 1 to 3 given
+            tokens, for drafts where the pool knows nothing. "auto": the file beside the model, if there is one; "off":
+            none.
+        history: a file that each text is added to when it ends (the generated tokens, and the end of the prompt); it is
+            created if missing. Where a later text repeats the end of what came before in it, the tokens that followed
+            there become drafts. None: nothing is kept.
+        corpora: files of `lp corpus`, at most 4, checked for changes as each text begins. Where a corpus has the last
+            tokens of a text, the tokens that follow there become drafts.
+        ablation: parts of the method to leave out, to measure what each is worth.
+        adaptive: whether W and G are bounds of each rank's step, whose size is then chosen by what pays. None: True if
+            none of W, N and G is given; once the config is made it is never None.
 
     Raises:
         ValueError: a value out of range, with the limit and the remedy.
@@ -206,30 +219,33 @@ class LookaheadConfig(RefusesRemoved):
         check_kind("ablation", self.ablation, Ablation, "lp.Ablation, as in lp.Ablation(learn=False)")
 
     def shape(self) -> LookaheadConfig:
-        """The step it takes: itself. Configs of other draft sources make one of their own settings."""
+        """The shape of its steps as a LookaheadConfig: itself; configs of other draft sources derive one."""
         return self
 
     @property
     def remembers(self) -> bool:
-        """Whether texts leave something for later ones."""
+        """Whether draft tokens may depend on earlier texts: by a session's pool, or by a history."""
         return self.pool_scope is PoolScope.SESSION or self.history is not None
 
     @property
     def draft_budget(self) -> int:
-        """Draft tokens a step may take."""
+        """Most draft tokens of a step: G x (N - 1)."""
         return self.guess_set_size * (self.ngram_size - 1)
 
     @property
     def depth(self) -> int:
-        """Longest draft path, in tokens."""
+        """Most draft tokens behind each other: `draft_depth`, or N - 1 if that is None."""
         return self.draft_depth or self.ngram_size - 1
 
 
 def check_corpora(given: Any) -> tuple[str, ...]:
-    """Paths of corpora, as a config keeps them: it may be compared, and made from a list.
+    """Check the argument `corpora` of a config, and convert its paths to a tuple of strings.
+
+    Args:
+        given: a list or tuple of paths of corpus files.
 
     Raises:
-        ValueError: they are no paths, too many, or two have the same path or name.
+        ValueError: a value is no path, there are more than 4, or two have the same path or the same name.
     """
     remedy = "give a list of files of `lp corpus build`"
     if isinstance(given, (str, bytes)) or not isinstance(given, Sequence):
@@ -245,19 +261,26 @@ def check_corpora(given: Any) -> tuple[str, ...]:
 
 
 def corpus_name(path: str) -> str:
-    """What requests call the corpus of a file: the file's name without the ending."""
+    """Name by which requests choose a corpus: the name of its file without the ending.
+
+    Args:
+        path: path of the file, such as "/data/docs.corpus", whose corpus is "docs".
+    """
     return Path(path).stem
 
 
 def chosen_corpora(given: Any, known: Sequence[str]) -> tuple[str, ...] | None:
-    """The corpora that a text may look in.
+    """Check a request's choice of corpora that its draft tokens may come from.
 
     Args:
-        given: their names; None: all.
-        known: names of all that there are.
+        given: names of corpora; None: all.
+        known: names of the decoder's corpora.
+
+    Returns:
+        The chosen names, sorted, each once; None: all.
 
     Raises:
-        ValueError: it is no list of names, or names another one.
+        ValueError: the choice is no list of names, or has a name that is not known.
     """
     if given is None:
         return None
@@ -271,5 +294,9 @@ def chosen_corpora(given: Any, known: Sequence[str]) -> tuple[str, ...] | None:
 
 
 def windowless(num_tokens: int) -> LookaheadConfig:
-    """Steps of no window and of so many draft tokens, which may all be one path."""
+    """The shape of steps without a lookahead window, for draft sources that only propose draft tokens.
+
+    Args:
+        num_tokens: most draft tokens of a step, which may all lie behind each other.
+    """
     return LookaheadConfig(window_size=0, ngram_size=2, guess_set_size=num_tokens, draft_depth=num_tokens)

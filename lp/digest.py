@@ -1,4 +1,4 @@
-"""Digests of lists of integers and of texts, equal on every machine."""
+"""Digests of lists of integers and of strings, equal on every machine, for ranks and files to compare."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ import numpy as np
 
 
 def chain_digest(previous: int, *parts: Sequence[int] | np.ndarray) -> int:
-    """A 63-bit digest of the previous one and these lists of ints, equal on every machine."""
+    """Extend a digest by lists of integers.
+
+    Args:
+        previous: the digest so far; 0 to begin with.
+        parts: lists or arrays of integers that fit into 64 bits.
+
+    Returns:
+        A digest of 63 bits; a BLAKE2b hash, equal on every machine.
+    """
     hasher = hashlib.blake2b(previous.to_bytes(8, "little"), digest_size=8)
     for part in parts:
         hasher.update(len(part).to_bytes(4, "little"))
@@ -18,5 +26,5 @@ def chain_digest(previous: int, *parts: Sequence[int] | np.ndarray) -> int:
 
 
 def text_digest(text: str) -> int:
-    """A 63-bit digest of a text."""
+    """A digest of a string, of 63 bits, equal on every machine."""
     return chain_digest(0, list(text.encode()))

@@ -1,4 +1,4 @@
-"""Errors that a caller may want to tell apart."""
+"""Exceptions that a caller may want to tell apart: a user's mistake, and ranks that can't go on together."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ class UserError(ValueError):
 
 
 class RanksParted(RuntimeError):
-    """The ranks can't go on together. Every rank has such an error, and none takes another step."""
+    """The ranks can't go on together: every rank raises it or one of its subclasses, and none takes another step."""
 
 
 class CallsDiffer(RanksParted):
-    """Ranks are in different calls."""
+    """Ranks have made different calls, such as `generate` on one and `Engine` on another."""
 
 
 class RankFailed(RanksParted):
-    """A rank failed amid collectives of a replica, so that its next ones would meet other ones of the other ranks."""
+    """A rank failed between collectives of its replica, so that its later ones would no longer match the others'."""
 
 
 class RankLost(RanksParted):
-    """Another rank has ended, hangs, or came too late."""
+    """Another rank has exited, hangs, or did not come to a collective in time."""

@@ -1,4 +1,4 @@
-"""A file or a folder that one process at a time may use is locked by it, and free again once the process has ended."""
+"""Locks on files and folders that one process at a time may use; a lock ends with its process."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import fcntl
 
 
 def lock(handle: int) -> bool:
-    """Keep other processes from a file or a folder until it is closed; False where another one has it.
+    """Lock an open file or folder against other processes that call this, until it is closed.
 
-    Some file systems have no locks: there, nobody is kept from it.
+    Some file systems have no locks; nothing is locked there, and the result is True.
 
     Args:
-        handle: number of the open file.
+        handle: file descriptor.
+
+    Returns:
+        False if another process has the lock, else True.
     """
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

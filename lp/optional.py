@@ -1,4 +1,4 @@
-"""Packages that may be there or not."""
+"""Detects optional packages, such as triton or peft."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ from importlib.util import find_spec
 
 
 def is_installed(package: str) -> bool:
-    """Whether an import of a top-level package would find it; it is not imported."""
+    """Whether a package is installed, without importing it.
+
+    Args:
+        package: name of a top-level package, such as "triton".
+    """
     try:
         return find_spec(package) is not None
     except ValueError:  # None stands in sys.modules: an import is blocked

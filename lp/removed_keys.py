@@ -1,4 +1,4 @@
-"""Keys of the apps and arguments of configs that are gone, and what to write instead: the errors about them say it."""
+"""Removed keys of the apps and removed arguments of configs, so that an error can say what to write instead."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SWITCHES = (
     "warmup_steps",
     "kv_sync",
 )
-# By key of an app. A switch of ablations was an argument of configs, too, by what follows "decoder.".
+# What to write instead, by key of an app. Keys of _SWITCHES were also arguments of configs, without "decoder.".
 REMOVED = {
     **{
         f"decoder.{name}": f"it is for ablations, in Python: lp.LookaheadConfig(ablation=lp.Ablation({name}=...))"
@@ -62,12 +62,16 @@ REMOVED = {
 
 
 def removal(key: str) -> str | None:
-    """What an error says of a key that is gone; None for one that never was."""
+    """The error message for a removed key of an app, which says what to write instead; None for any other key.
+
+    Args:
+        key: the key, such as "decoder.window_size".
+    """
     return f"{key} is gone; {REMOVED[key]}" if key in REMOVED else None
 
 
 class RefusesRemoved:
-    """Base of the decoders' configs: an argument that is gone is a UserError that says what to write instead.
+    """Base of the decoders' configs: a removed argument raises an error that says what to write instead.
 
     Raises:
         UserError: names the argument and the remedy.

@@ -1,4 +1,4 @@
-"""Copies to a GPU that the host does not wait for."""
+"""Copies numbers from the host to a GPU without waiting for the GPU."""
 
 from __future__ import annotations
 
@@ -9,9 +9,16 @@ import torch
 
 
 def to_device(values: Sequence[int] | Sequence[Sequence[int]] | np.ndarray, device: torch.device) -> torch.Tensor:
-    """Numbers as a tensor on a device: int64, or of the array's dtype.
+    """Copy numbers to a tensor on a device; the host does not wait for a GPU to finish earlier work.
 
-    From memory that is not pinned the driver would copy twice, and the host would wait until the device gets there.
+    It copies from pinned memory, since the driver copies other memory twice and makes the host wait.
+
+    Args:
+        values: integers, or an array.
+        device: device of the tensor.
+
+    Returns:
+        A tensor of the values' shape, int64 for lists, else of the array's dtype.
     """
     tensor = torch.from_numpy(values) if isinstance(values, np.ndarray) else torch.tensor(values, dtype=torch.int64)
     if device.type != "cuda":

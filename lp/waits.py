@@ -1,10 +1,10 @@
-"""What a person waits for: code that may take long says what it is at, and a program with a terminal may show it.
+"""Progress of long work: code that may take long announces it, and a program with a terminal may show it.
 
     with waiting("reading the prompt", 4096, "tokens") as wait:
         wait.done += 128
 
-Nothing is written here. A program listens with `heard_by`; where nobody does, a wait costs next to nothing. What a
-thread of its own does is not heard.
+This module prints nothing. A program passes a listener to `heard_by` to be told of such waits; without one they cost
+next to nothing. Work in other threads is not announced.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import Protocol
 
 @dataclass(kw_only=True, slots=True)
 class Wait:
-    """Something that takes long.
+    """One piece of long work, with its progress, for a listener to show.
 
     Attributes:
-        what: is being done, and why where that isn't plain.
-        total: how much there is to do; 0 where nobody knows.
-        unit: what is counted.
-        done: how much of it is done.
-        first: how much of it was done when it began.
-        began_s: by the monotonic clock.
+        what: phrase that says what is being done, such as "reading the prompt".
+        total: number of units to do, such as tokens; 0 if it is not known.
+        unit: name of the units, such as "tokens".
+        done: number of units done so far; the code that does the work counts it up.
+        first: number of units that were done when the work began.
+        began_s: time at which the work began, seconds of the monotonic clock.
     """
 
     what: str
@@ -39,7 +39,10 @@ class Wait:
 
 
 class Listener(Protocol):
-    """Shows waits. One may begin within another."""
+    """What a program passes to `heard_by`, to show long work: it is told when each wait begins and ends.
+
+    A wait may begin within another one.
+    """
 
     def begins(self, wait: Wait) -> None: ...
     def ends(self, wait: Wait) -> None: ...
@@ -50,7 +53,13 @@ _LISTENER: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
 @contextmanager
 def waiting(what: str, total: int = 0, unit: str = "") -> Iterator[Wait]:
-    """Say that this is being done within the block; whoever runs it counts in `done`."""
+    """Announce long work for the time of the block; the block counts its progress in the `done` of the yielded Wait.
+
+    Args:
+        what: phrase that says what is being done, such as "reading the prompt".
+        total: number of units to do; 0 if it is not known.
+        unit: name of the units, such as "tokens".
+    """
     wait = Wait(what=what, total=total, unit=unit)
     listener = _LISTENER.get()
     if listener is None:
@@ -65,7 +74,11 @@ def waiting(what: str, total: int = 0, unit: str = "") -> Iterator[Wait]:
 
 @contextmanager
 def heard_by(listener: Listener | None) -> Iterator[None]:
-    """Within the block this listener hears of waits; None: nobody does, as where something else shows progress."""
+    """Within the block, tell a listener of the long work that this thread does.
+
+    Args:
+        listener: gets the waits; None: nobody does, such as where something else shows progress.
+    """
     before = _LISTENER.set(listener)
     try:
         yield

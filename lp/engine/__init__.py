@@ -1,1 +1,1 @@
-"""Decoders: the one lookahead loop, and the plain oracle it is checked against."""
+"""Decoders and the engine that runs their steps, and plain decoding that shares no code with it, to check tokens."""

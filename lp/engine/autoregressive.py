@@ -1,4 +1,4 @@
-"""Plain decoding, one token a forward pass: the oracle, with no code of the lookahead path in it."""
+"""Plain decoding, one token a forward pass: the reference for tokens, which shares no code with the lookahead path."""
 
 from __future__ import annotations
 
@@ -24,18 +24,20 @@ from lp.sampling.sampler import check_sampled
 
 
 class AutoregressiveDecoder(Decoder):
-    """One token a forward pass over transformers' own cache and masks; it follows no checkpoint's generation config.
+    """Plain decoding by transformers' own cache and masks, to check the tokens of the other decoders.
 
-    Where a decoder that does is compared with it, give it `generation_config="auto"` too.
+    A forward pass computes one token. Unlike the other decoders, it ignores the checkpoint's generation_config.json
+    unless a call says `generation_config="auto"`: say so where its tokens are compared with those of a
+    `LookaheadDecoder` that follows the file.
 
     Args:
         model: an HF causal LM, loaded and on its device.
-        context: the ranks that hold the model between them; None is this process alone.
-        kv_dtype: "auto", "int8" or "fp8": what keys and values are rounded to before attention sees them. They are held
-            in the model's dtype.
+        context: the ranks that hold the model between them (tensor parallelism); None is this process alone.
+        kv_dtype: "auto", "int8" or "fp8": the dtype that keys and values are rounded to before attention reads them.
+            They are stored in the model's dtype all the same; "auto" rounds nothing.
 
     Raises:
-        ValueError: no such `kv_dtype`.
+        ValueError: `kv_dtype` is none of the three.
     """
 
     follows = NONE
@@ -48,11 +50,11 @@ class AutoregressiveDecoder(Decoder):
 
     @property
     def kv_dtype(self) -> KVDtype:
-        """What its caches hold keys and values as."""
+        """The dtype that keys and values are rounded to: "int8", "fp8", or "auto" for no rounding."""
         return self._kv_dtype
 
     def _cache(self) -> DynamicCache:
-        """An empty cache."""
+        """An empty KV cache of transformers, which rounds what it is given where `kv_dtype` says so."""
         if self.kv_dtype is KVDtype.AUTO:
             return DynamicCache(config=self.model.config)
         return RoundedCache(self.kv_dtype, config=self.model.config)
@@ -111,7 +113,17 @@ class AutoregressiveDecoder(Decoder):
         return GenerationOutput(tokens, FINISH_REASON[reason], stats, prefill_s, decoding.restart())
 
     def _pass(self, inputs: torch.Tensor, cache: DynamicCache, start: int, offset: int) -> torch.Tensor:
-        """The last token's logits; the first one is in place `start` of the text, at a position larger by `offset`."""
+        """Run one forward pass.
+
+        Args:
+            inputs: int64 (1, tokens).
+            cache: has all tokens before these.
+            start: index of the first of these tokens in the text.
+            offset: what to add to a token's index to get its rotary position; not 0 only behind images.
+
+        Returns:
+            Logits of the last token, (1, vocabulary).
+        """
         arguments: dict[str, object] = {cache_keyword(self.model): cache}
         if "position_ids" in inspect.signature(self.model.forward).parameters:  # as `generate`
             first = start + offset

@@ -1,4 +1,4 @@
-"""A fixed batch of prompts, by an engine that is made for it."""
+"""Generation from a fixed list of prompts, by an `Engine` that is made for the one call."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from lp.models.loader import context_limit
 from lp.sampling.params import SamplingParams
 from lp.waits import waiting
 
-OnBatchTokens = Callable[[int, list[int], int], None]  # index of the prompt, new tokens, step of its text
+OnBatchTokens = Callable[[int, list[int], int], None]  # index of the prompt, its new tokens, number of its step
 
 
 class BatchDecoder(StepDecoder):
-    """A decoder that generates one text, or several together."""
+    """Base of the decoders that run on the engine's loop: `generate` takes one prompt, `generate_batch` several."""
 
     def generate_batch(
         self,
@@ -38,28 +38,30 @@ class BatchDecoder(StepDecoder):
         max_sequences: int = MAX_SEQUENCES,
         **options: Any,
     ) -> list[GenerationOutput]:
-        """Generate from several prompts, whose texts take steps together; each gets the tokens that it gets alone.
+        """Generate from several prompts, which share forward passes; each gets the tokens that it would get alone.
 
         Args:
-            inputs: prompts, each as in `generate`, or what a processor gives for one: its token ids and images by name.
-            max_new_tokens, sampling: see `generate`; one for all prompts, or one for each. Where they are sampled with
-                one seed, the noise of each is that of its index, as `sequence` of `generate`.
-            on_tokens: called with (index of the prompt, new tokens, step of its text).
-            max_sequences: most texts that take a step together; the others wait.
-            options: other arguments of `generate`, for all prompts.
+            inputs: the prompts. Each is token ids as `generate` takes them, or the dict that a processor returns for
+                one prompt, with `input_ids` and images.
+            max_new_tokens, sampling: see `generate`; one value for all prompts, or a list with one for each. Prompts
+                that are sampled with one seed still get different noise: a prompt's index is its `sequence`.
+            on_tokens: called after each step with (index of the prompt, its new tokens, number of its step, from 0).
+            max_sequences: most prompts that generate at a time; the others wait for one of them to end.
+            options: other arguments of `generate`, for all prompts alike.
 
         Returns:
-            The outputs, in the order of the prompts.
+            One output for each prompt, in the order of the prompts.
 
         Raises:
-            Interrupted: as `generate`; `outputs` has all texts as far as they are, `finished` those that ended.
+            Interrupted: SIGINT or SIGTERM came, as in `generate`. Its `outputs` has every prompt's output with the
+                tokens so far, its `finished` only the complete ones.
             ValueError: as `generate`.
         """
         calls = calls_of_batch(inputs, max_new_tokens, sampling, on_tokens, options)
         return generate_together(self, calls, max_sequences)
 
     def _generate(self, request: Request) -> GenerationOutput:
-        """The output of a batch of one, whose cache takes its buffers in the first pass."""
+        """Run a checked call as an engine's only text; its KV cache is allocated by the first forward pass."""
         self.check(request)
         slots = request.limit + 1 + self.most_step_tokens
         pool = KVPool({}, slots, self.runner.cache_without_buffers)
@@ -85,13 +87,17 @@ def calls_of_batch(
     on_tokens: OnBatchTokens | None,
     options: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
-    """The arguments of `generate` for each prompt of a batch, by name.
+    """Turn the arguments of a `generate_batch` call into those of one `generate` call for each prompt.
 
     Args:
         inputs, max_new_tokens, sampling, on_tokens, options: see `BatchDecoder.generate_batch`.
 
+    Returns:
+        Keyword arguments of `generate`, one dict for each prompt, in the order of the prompts.
+
     Raises:
-        ValueError: as many values as prompts are wanted, and there are more or fewer.
+        ValueError: a list has another length than the list of prompts, a prompt's dict has an argument that is given
+            for all prompts too, or an argument is of the wrong type.
     """
     check_kind("inputs", inputs, Sized, "a list of prompts")
     check_callback("on_tokens", on_tokens, "a function of (prompt, new tokens, step), or None")
@@ -115,15 +121,19 @@ def calls_of_batch(
 def generate_together(
     decoder: StepDecoder, calls: Sequence[Mapping[str, Any]], max_sequences: int = MAX_SEQUENCES
 ) -> list[GenerationOutput]:
-    """The outputs of several calls; all end when one of them fails.
+    """Run several `generate` calls on one engine, so that they share steps; all end when one of them fails.
 
     Args:
-        calls: arguments of `generate`, by name.
-        max_sequences: most texts that take a step together.
+        decoder: decoder that all of them use.
+        calls: keyword arguments of `generate`, one mapping for each call.
+        max_sequences: most calls that run at a time; the others wait.
+
+    Returns:
+        One output for each call, in the order of the calls.
 
     Raises:
-        Interrupted: as of `BatchDecoder.generate_batch`; where a text has failed too, that is the cause.
-        BaseException: what a text failed with.
+        Interrupted: as in `BatchDecoder.generate_batch`; if a call failed as well, its error is the `__cause__`.
+        BaseException: the error that a call failed with.
     """
     if not calls:
         return []
@@ -155,9 +165,13 @@ def generate_together(
 
 
 def _ended(engine: Engine, handles: Sequence[Handle]) -> tuple[list[GenerationOutput], list[BaseException]]:
-    """The outputs of all texts as far as they are, and what some failed with; those that have not ended are cancelled.
+    """Cancel the texts that have not ended.
 
-    A signal that came with a failure must not cost the tokens of all texts.
+    A failed text has an output too, with its tokens so far: a signal that comes along with a failure must not cost the
+    tokens of all texts.
+
+    Returns:
+        The outputs of all texts, in the order of the handles, and the errors of those that failed.
     """
     for handle in handles:
         engine.cancel(handle)
@@ -166,7 +180,13 @@ def _ended(engine: Engine, handles: Sequence[Handle]) -> tuple[list[GenerationOu
 
 
 def _interrupted(outputs: list[GenerationOutput], cut: list[GenerationOutput], signal: int) -> Interrupted:
-    """What to raise where some of the texts were cut."""
+    """The exception for a batch of which some texts were cut short.
+
+    Args:
+        outputs: all outputs of the batch.
+        cut: the outputs that were cut short.
+        signal: number of the signal that this process got; 0 for none.
+    """
     error = Interrupted((cut or outputs)[0], signal)
     error.outputs = outputs
     error.finished = [output for output in outputs if not output.could_go_on]
@@ -174,7 +194,7 @@ def _interrupted(outputs: list[GenerationOutput], cut: list[GenerationOutput], s
 
 
 def _one_each(name: str, given: Any, count: int) -> list[Any]:
-    """One for each prompt, of one for all or a list."""
+    """One value for each prompt: the elements of a list, or a lone value repeated."""
     if not isinstance(given, Sequence):
         return [given] * count
     if len(given) != count:

@@ -1,5 +1,7 @@
-"""One step of a batch of texts: a forward pass over the trees of all, and one all-gather. One text is a batch of one.
+"""One decode step of a batch: a forward pass over the draft trees of all texts, and one all-gather between ranks.
 
+A text is a prompt and the tokens that are generated behind it; one text is a batch of one. A message has what a rank's
+nodes sampled in the step, for the other ranks (`lp.parallel.message`).
 P: int64s of a text's message, R: ranks.
 """
 
@@ -32,16 +34,19 @@ NO_LOGITS = torch.empty(0)
 
 
 class BatchStep:
-    """Runs the steps of texts that come and go. A text that fails where there is one rank, or on all, fails alone.
+    """Runs decode steps of generated texts, each step over the texts that are given for it.
+
+    A text that fails does not stop the others, if there is one rank or all ranks fail alike.
 
     Args:
-        runner: computes forward passes, and knows the model.
+        runner: computes the model's forward passes.
         context: who this rank is, and which ranks share its steps.
-        pooled: runs passes over texts whose caches lie in a pool; None: there is none.
+        pooled: computes passes over several texts as CUDA graphs; None: such passes are not captured.
 
     Attributes:
-        timer: splits the time of steps into forward passes, all-gathers and the host, for all texts together.
-        errors: what texts failed with, until somebody takes them away; these texts are not to be used again.
+        timer: splits the time of a step into forward pass, exchange and host work, for all texts together.
+        errors: the error of each text that has failed. The caller removes the entries; a text that had one must not
+            take part in another step.
     """
 
     def __init__(self, runner: ModelRunner, context: ParallelContext, pooled: CapturedForests | None = None) -> None:
@@ -58,14 +63,16 @@ class BatchStep:
     def run(
         self, texts: Sequence[Generation], prompts: Sequence[tuple[Generation, int]] = ()
     ) -> dict[Generation, Stop]:
-        """Compute a step of every text, and a chunk of every prompt.
+        """Run one forward pass: a decode step of each text in `texts`, and the next chunk of each prompt in `prompts`.
+
+        Both lists must be the same, in the same order, on every rank.
 
         Args:
-            texts: texts whose prompts are cached; the same, in the same order, on every rank, like `prompts`.
-            prompts: texts whose prompts are not cached yet, and how many of their tokens to cache now.
+            texts: texts whose prompts are in the KV cache already.
+            prompts: texts whose prompts are not, each with the number of its tokens to cache now.
 
         Returns:
-            By text, the reason to stop, or NONE.
+            For each text of `texts` that did not fail, why it ends with this step; Stop.NONE: it goes on.
         """
         self.timer.restart()
         by_itself = len(texts) == 1 and not prompts and not (self.pooled and self.pooled.replays(texts[0].cache))
@@ -89,17 +96,30 @@ class BatchStep:
         return stops
 
     def read_images(self, text: Generation) -> None:
-        """Cache the images of a text's prompt, by a pass of their own."""
+        """Cache a prompt up to the end of its images, by a forward pass of its own.
+
+        Args:
+            text: a text whose prompt has images that are not in its cache yet.
+        """
         self._each([text], lambda text: text.prompt.read_images(text.cache))
 
     def capture(self, text: Generation) -> None:
-        """Capture the steps of all sizes that a text may take by itself, so that none is captured meanwhile."""
+        """Capture CUDA graphs for all step sizes that a text may need while it runs alone, before its first step.
+
+        Args:
+            text: the text that is about to begin.
+        """
         text.capture_steps(partial(self._capture, text))
 
     def _capture(self, text: Generation, num_tokens: int, num_logits: Sequence[int]) -> None:
-        """Capture steps of up to so many tokens, and their tails for these numbers of top-k logits.
+        """Capture the graphs of forward passes, and of the sampling behind them, that are not captured yet.
 
-        A text that finds all of them runs none: of a large model they take a step's time each.
+        Where none is missing nothing runs: each would take as long as a step.
+
+        Args:
+            text: the text that is about to begin.
+            num_tokens: tokens of the largest step.
+            num_logits: numbers of top-k logits a node that steps may take; sampling is captured once for each.
         """
         together = self._tails.go_together([text.step_sampler])
         ran = False
@@ -115,7 +135,7 @@ class BatchStep:
             self.runner.captured.settle()
 
     def _each(self, texts: Iterable[Generation], work: Callable[[Generation], T]) -> dict[Generation, T]:
-        """What it returns, by text, of those that did not fail."""
+        """Call `work` with each text; the results by text, without those that failed, whose errors are noted."""
         results = {}
         for text in texts:
             try:
@@ -125,10 +145,14 @@ class BatchStep:
         return results
 
     def note_error(self, text: Generation, error: Exception) -> None:
-        """A text has failed: alone, if no other rank waits for this one.
+        """Note that a text has failed, so that the others go on; or raise, if other ranks may wait for this one.
+
+        Args:
+            text: the text that has failed.
+            error: what it failed with.
 
         Raises:
-            Exception: the error itself, where others would wait.
+            Exception: `error`, among ranks, unless all of them fail alike (logits that are not finite).
         """
         if not (self.context.alone or isinstance(error, NotFinite)):
             raise error
@@ -142,7 +166,7 @@ class BatchStep:
         dict[Generation, torch.Tensor],
         Exception | None,
     ]:
-        """The forward pass.
+        """Run the forward pass of the step, and sample what can be sampled for several texts at once.
 
         Args:
             parts: what each text computes in the step.
@@ -150,8 +174,9 @@ class BatchStep:
             by_itself: there is one text, whose step is padded to the number of tokens that its budget names.
 
         Returns:
-            Logits by text; what nodes sampled, of texts that were sampled together; messages (P,) of those that a
-            captured step has; and what the model failed with, as it does for all texts.
+            Four things: the logits of each text's sampled nodes; the sampled tokens of the texts that were sampled
+            together; the messages, int64 (P,), of the texts that a captured graph sampled; and the model's error, which
+            is every text's.
         """
         computing = [text for text in parts if text.failures.computes]
         try:
@@ -183,7 +208,10 @@ class BatchStep:
         parts: dict[Generation, StepPart],
         by_itself: bool,
     ) -> dict[Generation, torch.Tensor]:
-        """Messages by the tail of a captured step, of the texts that it can sample; none where there is no tail."""
+        """The messages of the texts that a captured tail samples: the graph behind the one of the forward pass.
+
+        Empty where there is no such graph for these texts; they are sampled one operation at a time then.
+        """
         tails = self._tails if by_itself else self._pooled_tails
         if computed.step is None or tails is None:
             return {}
@@ -218,7 +246,11 @@ class BatchStep:
     def _sampled_together(
         self, texts: Sequence[Generation], parts: dict[Generation, StepPart], logits: dict[Generation, torch.Tensor]
     ) -> dict[Generation, Sampled]:
-        """What nodes sampled, of texts whose samplers are alike: many small operations take longer than one."""
+        """Sample texts whose samplers do the same operations by one call: many small operations take longer.
+
+        Returns:
+            The sampled tokens of the texts that were sampled here; each of the others is sampled by itself.
+        """
         groups: dict[Hashable, list[Generation]] = {}
         for text in texts:
             groups.setdefault(text.step_sampler.joint_key, []).append(text)
@@ -235,7 +267,7 @@ class BatchStep:
         parts: dict[Generation, StepPart],
         logits: dict[Generation, torch.Tensor],
     ) -> dict[Generation, Sampled]:
-        """Sample the nodes of texts with one `joint_key` by one call, and pack their top-k logits."""
+        """Sample the nodes of texts with equal `StepSampler.joint_key` by one call, and pack their top-k logits."""
         nodes = [SampledText(text.request.sampler, parts[text].layout, text.text) for text in texts]
         joined = _joined([logits[text] for text in texts])
         scores, tokens = node_sampling(nodes, joined.device).sample(joined)
@@ -249,7 +281,14 @@ class BatchStep:
         }
 
     def _exchanged(self, messages: dict[Generation, torch.Tensor]) -> dict[Generation, np.ndarray]:
-        """The messages of all ranks, (R, P) of each text, by one all-gather."""
+        """Exchange the messages of the step by one all-gather.
+
+        Args:
+            messages: this rank's message of each text, int64 (P,).
+
+        Returns:
+            For each text, the messages of all ranks, int64 (R, P), on the host.
+        """
         if not messages:
             return {}
         own = [*messages.values()]
@@ -262,7 +301,7 @@ class BatchStep:
         return dict(zip(messages, map(np.ascontiguousarray, np.split(gathered, ends, axis=1)), strict=True))
 
     def _gathered(self, own: Sequence[torch.Tensor]) -> np.ndarray:
-        """What all ranks send: the host waits for the device, once."""
+        """The messages of all ranks behind each other, (R, sum of P), on the host, which waits for the device once."""
         if self._clock is None:
             with self.timer.exchange:
                 return self.context.steps.all_gather(_joined(own)).numpy()
@@ -281,12 +320,12 @@ class BatchStep:
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """All of them in one; a single one as it is."""
+    """The tensors concatenated; a single one is not copied."""
     return tensors[0] if len(tensors) == 1 else torch.cat([*tensors])
 
 
 class _Clock:
-    """Tells how long a GPU computed a step, and how long the exchange took behind it."""
+    """Tells how long the exchange of a step took on a GPU, whose queue the host waits for only once."""
 
     def __init__(self) -> None:
         self.started = torch.cuda.Event(enable_timing=True)
@@ -298,6 +337,6 @@ class _Clock:
         self.started.record()
 
     def since_computed_s(self) -> float:
-        """Seconds from then until now: both events must be over."""
+        """Seconds from the end of the computation until now; the device must have passed both events."""
         computing_s: float = self.started.elapsed_time(self.computed) / 1000
         return max(time.perf_counter() - self._began - computing_s, 0.0)

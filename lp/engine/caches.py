@@ -1,6 +1,7 @@
-"""Caches of an engine's texts: slots of its pool, kept for reuse when a text has ended.
+"""KV caches of an engine's texts: slots of one pool, kept for prompts that begin alike when a text has ended.
 
-A text that begins alone takes the cache of captured steps, where there is one, until others join it.
+A text that begins while no other runs uses the static cache that the model's CUDA graphs were captured with, where
+there are such graphs, until other texts join it.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from lp.models.runner import ModelRunner
 
 @dataclass(frozen=True, slots=True)
 class _Borrowed:
-    """The cache of captured steps, which one text has.
+    """The static cache of the CUDA graphs, while one text uses it.
 
     Attributes:
-        cache: the cache of captured steps.
-        in_pool: the text's own slots in the pool.
-        until: closed at the end of the text, which gives the cache back to the runner.
+        cache: the static cache.
+        in_pool: the text's own slots in the pool, which it does not use meanwhile.
+        until: closed when the text ends; that gives the static cache back to the runner.
     """
 
     cache: StaticKVCache
@@ -34,10 +35,10 @@ class _Borrowed:
 
 
 class TextCaches:
-    """Hands out caches for texts, and takes them back.
+    """Gives each generated text of an engine a KV cache, with the part of its prompt that an earlier text has computed.
 
     Args:
-        runner: runs the model, and has the cache of captured steps.
+        runner: runs the model, and has the static cache of its CUDA graphs.
         pool: the cache slots that texts share.
         reuse_prefixes: keep the caches of texts that have ended, for prompts that begin like them.
     """
@@ -52,11 +53,15 @@ class TextCaches:
 
     @property
     def reuses(self) -> bool:
-        """Whether prompts may begin behind a prefix that is cached."""
+        """Whether a prompt may reuse the KV of an earlier text that begins like it: if asked for, and if exact here."""
         return self._reuse_prefixes and self.runner.takes_forests
 
     def follow_model(self) -> bool:
-        """Before a text begins, take up what has changed on the model; whether prefixes are of another one since."""
+        """Before a text begins, take note of changes to the model, such as another active adapter or other weights.
+
+        Returns:
+            Whether the kept prefixes must not be reused, since they were computed before such a change.
+        """
         self.runner.follow()
         if not self.reuses or (state := model_state(self.runner.model)) == self._model_state:
             return False
@@ -64,27 +69,30 @@ class TextCaches:
         return True
 
     def clear_prefixes(self) -> None:
-        """Forget the texts that have ended."""
+        """Free the caches of texts that have ended, so that no prompt begins with them."""
         self._prefixes.clear()
 
     def has_room(self, slots: int) -> bool:
-        """Whether a text that may need so many slots can begin."""
+        """Whether a text that needs up to `slots` cache slots can begin now."""
         return self.available >= slots
 
     @property
     def available(self) -> int:
-        """Slots that texts to come may have: those that none has, and those kept for prompts that begin alike."""
+        """Cache slots for texts to come: the free ones, and those of ended texts, which are freed when needed."""
         return self.pool.free + self._prefixes.slots
 
     def take(
         self, slots: int, request: Request, running: Callable[[], Iterable[CachedText]]
     ) -> tuple[StaticKVCache, int]:
-        """A cache for a text, and how many tokens of its prompt are cached there.
+        """Allocate a cache for a text, and copy the longest prefix of its prompt that an earlier text has there.
 
         Args:
-            slots: how many the text needs; `has_room` has said that there are as many.
-            request: whose prompt it is.
-            running: gives texts whose caches may be copied, besides those that have ended.
+            slots: cache slots that the text needs; call `has_room` first.
+            request: the call that the text is for.
+            running: gives the texts that still run, whose caches may be copied too.
+
+        Returns:
+            The cache, and how many tokens of the prompt it has already.
         """
         source, count = None, 0
         if self.reuses and request.kept_for is not None:
@@ -104,13 +112,17 @@ class TextCaches:
         return cache, count
 
     def captured(self, cache: StaticKVCache) -> StaticKVCache:
-        """The cache of captured steps for a text that begins by itself, where there is one and nobody has it.
+        """Let a text that begins alone use the static cache of the CUDA graphs, so that its steps are replayed.
 
-        Its slots in the pool stay its own, so that they are the same on ranks that do not capture. In company it
-        goes on there if steps of several texts are captured, else with this cache, uncaptured.
+        The text keeps its slots in the pool, so that slots are given out alike on ranks that do not capture. When other
+        texts join, it moves there (`in_pool`) if steps of several texts are captured; else it keeps the static cache,
+        and its steps run uncaptured.
 
         Args:
-            cache: the text's cache in the pool; what it has is copied.
+            cache: the text's cache in the pool; its tokens are copied.
+
+        Returns:
+            The static cache; `cache` itself where there is none or another text uses it.
         """
         runner = self.runner
         if runner.captured is None or runner.captured.reserved:
@@ -125,10 +137,16 @@ class TextCaches:
         return cache
 
     def in_pool(self, cache: StaticKVCache) -> StaticKVCache | None:
-        """Copy what a text has in the cache of captured steps into its own slots of the pool, and give these.
+        """Move a text from the static cache of the CUDA graphs into its slots of the pool, as others join it.
 
-        None where it is not in that cache. Captured steps of several texts read the pool alone. The cache that it
-        leaves stays reserved, with the memory that its sampler draws noise into.
+        Graphs of steps over several texts read the pool alone. The static cache stays reserved until the text ends,
+        along with the memory that its sampler draws noise into.
+
+        Args:
+            cache: the text's cache now.
+
+        Returns:
+            The text's cache in the pool; None if `cache` is not the static one.
         """
         borrowed = self._borrowed
         if borrowed is None or cache is not borrowed.cache:
@@ -143,13 +161,13 @@ class TextCaches:
         error: BaseException | None = None,
         owner: str = "",
     ) -> None:
-        """Take back the cache of a text that has ended.
+        """Take back the cache of a text that has ended: keep it for prompts that begin alike, or free it.
 
         Args:
-            cache: the cache that the text had, which may be that of captured steps.
-            tokens: first tokens of the text, whose slots are kept; none: the slots are free again.
-            error: what the text ended with, if it failed.
-            owner: whose text it is.
+            cache: the text's cache, in the pool or the static one.
+            tokens: ids of the text's first tokens, whose KV is kept; empty: nothing is kept.
+            error: what the text failed with; None if it did not fail.
+            owner: name of the text's owner: only prompts of that owner reuse the cache.
         """
         borrowed = self._borrowed
         if borrowed is not None and cache in (borrowed.cache, borrowed.in_pool):
@@ -170,13 +188,17 @@ class TextCaches:
     def close(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Let go of the cache of captured steps, if a text still has it. Takes the arguments of `__exit__`."""
+        """Give the static cache of the CUDA graphs back, if a text still has it.
+
+        Args:
+            kind, error, traceback: what `__exit__` is given, None where no error ends the engine.
+        """
         borrowed, self._borrowed = self._borrowed, None
         if borrowed:
             borrowed.until.__exit__(kind, error, traceback)
 
     def _copy_to_pool(self, borrowed: _Borrowed, num_tokens: int) -> None:
-        """Copy so many tokens from the cache of captured steps into the text's own slots."""
+        """Copy the first `num_tokens` tokens from the static cache of the CUDA graphs into the text's own slots."""
         borrowed.in_pool.length = 0
         if num_tokens:
             borrowed.in_pool.begin_with(borrowed.cache.first(num_tokens), num_tokens)

@@ -1,7 +1,10 @@
-"""The tail of a captured step: from the logits of its nodes to the messages of its texts, as a graph of its own.
+"""The tail of a captured step: a second CUDA graph, which samples the nodes and writes the messages to other ranks.
 
-B: tokens of the step's bucket, Q: texts that a step may have, N: nodes that a message has room for, V: vocabulary size,
-K: top-k logits of a node, F: rows of noise that a step fills, C: counts that it adds to.
+The first graph of a step is the forward pass, which leaves the nodes' logits. A node is a token of the step's tree of
+draft tokens and window guesses; `c`, the newest token of a text, is its root.
+B: tokens of the step's bucket (its size, padding included), Q: texts that a step may have, N: nodes that a message has
+room for, P: int64s of a message, V: vocabulary size, K: top-k logits of a node, F: rows of noise that a step fills,
+C: token counts that it adds to.
 """
 
 from __future__ import annotations
@@ -35,16 +38,18 @@ from lp.sampling.noise import NO_NOISE, fill_noise
 from lp.sampling.sampler import Sampler
 from lp.sampling.top_logits import pack_top_logits
 
-FILLED = 16  # of F, for each text; what is more, as in a text's first step, is filled before the step
-COUNTED = 16  # of C, the same
+FILLED = 16  # rows of noise a text that the graph can fill; if more are missing, all are filled before it runs
+COUNTED = 16  # tokens a text that the graph can count; if more are missing, all are counted before it runs
 
 
 class SamplerMemory(NamedTuple):
-    """Memory of the device that samplers keep from step to step, for Q texts.
+    """Device memory of the samplers of Q texts, at fixed addresses, so that a CUDA graph can read and write it.
 
     Attributes:
-        noise_SV: rows of noise (`lp.sampling.noise`); None where no text is sampled under noise.
-        counts_QV: how often each token came in each text (`lp.sampling.token_counts`); None where nothing is counted.
+        noise_SV: Gumbel noise, (S, V) for S rows, each the noise of one position in a text (`lp.sampling.noise`); None:
+            no text is sampled under noise.
+        counts_QV: int32 (Q, V), how often each token occurs in each text, for penalties (`lp.sampling.token_counts`);
+            None: no text has such a penalty.
     """
 
     noise_SV: torch.Tensor | None
@@ -52,14 +57,14 @@ class SamplerMemory(NamedTuple):
 
 
 class TailShape(NamedTuple):
-    """What a tail has room for.
+    """Sizes that a captured tail is recorded for; a step with others needs another tail.
 
     Attributes:
-        texts: Q.
-        message: one text's message.
-        num_logits: top-k logits that are taken of a node, at most K.
-        compared: ranks compare the best logits of each `c`; else there is no other rank, and the messages are copied to
-            the host too.
+        texts: Q, most texts.
+        message: shape of one text's message.
+        num_logits: how many top-k logits each node's part of a message gets, at most K.
+        compared: True among ranks, whose messages have the best logits of each text's newest token, for ranks to
+            compare. False on one rank, where the graph copies the messages to the host instead.
     """
 
     texts: int
@@ -69,16 +74,16 @@ class TailShape(NamedTuple):
 
 
 class TextInTail(NamedTuple):
-    """What a tail does for one text.
+    """One text of a step, as `CapturedTail.run` takes it.
 
     Attributes:
-        place: where among Q its message, its noise and its counts are.
-        sampler: says what the text asks for, and which noise and counts are missing.
-        layout: the nodes of its step.
-        header: what its message begins with.
-        text: prompt and generated tokens.
-        first_row: where the logits have `c`; its other sampled nodes follow.
-        first_token: where the pass has its first token.
+        place: index of the text in 0..Q-1, by which its message, noise and counts are found in memory.
+        sampler: has the text's sampling settings, and knows which noise and counts are not in memory yet.
+        layout: the nodes of the text's tree.
+        header: first int64s of the text's message.
+        text: ids of the prompt's and the generated tokens.
+        first_row: row of the step's logits that belongs to the text's `c`; its other sampled nodes follow.
+        first_token: index of the text's first token among the tokens of the forward pass.
     """
 
     place: int
@@ -91,19 +96,19 @@ class TextInTail(NamedTuple):
 
 
 class _Inputs(NamedTuple):
-    """The parts of a block of int64s, on the host or on the device, that the tail reads.
+    """Inputs of the graph: views of one block of int64s, which the host fills and the graph copies to the device.
 
     Attributes:
-        known: header and words of the messages, (Q, HEADER + N).
-        numbers: what each text asks for, float64 (Q, NUM_NUMBERS).
-        first_rows_Q: row of each text's `c`.
-        nodes_B: the node of each row of logits, as `write` takes it.
-        places_B: its text.
-        reachable_B: whether a walk may reach it.
-        noise_rows_B: the row of the noise buffer that it is sampled with.
-        generated_B: whether each token of the step counts as generated.
-        filled_F2: rows of noise to fill, and their keys; -1 for none.
-        counted_C2: indices of the flattened counts, and what to add there.
+        known: header and words of the messages, all that is known before the forward pass: (Q, HEADER + N).
+        numbers: each text's sampling settings as `Numbers`, float64 (Q, NUM_NUMBERS).
+        first_rows_Q: row of the logits that belongs to each text's `c`.
+        nodes_B: by row of the logits, where `write` puts the sampled token: place * N + node; Q * N for padding.
+        places_B: by row of the logits, the place of its text.
+        reachable_B: by row of the logits, 1 if verification may accept the node's token, else 0.
+        noise_rows_B: by row of the logits, the row of the noise that it is sampled with.
+        generated_B: by token of the step, 1 if penalties count it as generated, else 0.
+        filled_F2: rows of noise to fill, with their keys; row -1 fills nothing.
+        counted_C2: indices into the flattened `counts_QV`, with what to add there.
     """
 
     known: Any
@@ -119,7 +124,13 @@ class _Inputs(NamedTuple):
 
     @classmethod
     def sizes(cls, texts: int, nodes: int, bucket: int) -> list[int]:
-        """Number of int64s that every part has, in order."""
+        """Number of int64s in each field, in the order of the fields.
+
+        Args:
+            texts: Q.
+            nodes: N.
+            bucket: B.
+        """
         return [
             texts * (HEADER + nodes),
             texts * NUM_NUMBERS,
@@ -131,7 +142,7 @@ class _Inputs(NamedTuple):
 
     @classmethod
     def parts(cls, block: Any, texts: int, nodes: int, bucket: int) -> _Inputs:
-        """Views of a block, an array or a tensor."""
+        """The fields as views of a block of int64s, an array or a tensor; arguments are those of `sizes`."""
         ends = itertools.accumulate(cls.sizes(texts, nodes, bucket), initial=0)
         flat = cls._make(block[start:end] for start, end in itertools.pairwise(ends))
         float64 = torch.float64 if isinstance(block, torch.Tensor) else np.float64
@@ -144,22 +155,25 @@ class _Inputs(NamedTuple):
 
 
 class CapturedTail:
-    """Samples the nodes of one bucket's step, and writes the messages.
+    """A CUDA graph that samples the nodes of a step of one size, and writes the messages of its texts.
+
+    It replays behind the graph of the forward pass, so that the host launches no single kernel of sampling.
 
     Args:
-        recorder: records the work of the step.
-        step: what the step reads.
-        logits_BV: logits that the step leaves.
-        rules: what its call does to scores.
-        functions: one text's rules, for the functions that all texts have alike.
-        memory: where noise and counts are kept.
-        shape: what it has room for.
-        sharded: what samples on the ranks of a replica, for one text; None where the model is whole.
+        recorder: records the graph, among those of the model's steps.
+        step: input tensors of the forward pass.
+        logits_BV: tensor that the forward pass leaves its logits in.
+        rules: the operations on scores (penalties, temperature, warpers) that the graph has.
+        functions: rules of one of the texts; its `before` and `after` processors are those of every text.
+        memory: where noise and counts are kept from step to step.
+        shape: sizes that the graph has room for.
+        sharded: sampling over logits that tensor parallelism divides among ranks, for one text; None: this rank has
+            whole logits.
 
     Attributes:
-        messages: (Q, P) int64, on the device.
-        on_host: the same in pinned memory, once the device is done; None if they are not copied.
-        heads: see `ShardedSampling`; they lie on the device; None without one.
+        messages: the messages, int64 (Q, P), on the device.
+        on_host: the messages in pinned host memory, valid once the device is done; None among ranks.
+        heads: see `ShardedSampling.heads`, on the device; None without `sharded`.
     """
 
     def __init__(
@@ -211,17 +225,21 @@ class CapturedTail:
         self._run = recorder.record(tail)
 
     def run(self, texts: Sequence[TextInTail]) -> None:
-        """Sample these texts, and write their messages."""
+        """Sample the texts of a step whose forward pass has been launched; the results are in `messages`.
+
+        Args:
+            texts: at most Q texts.
+        """
         noted = self._stage(texts)
         self._run()
         for note in noted:  # not before: what fails until here leaves the samplers as they were
             note()
 
     def _stage(self, texts: Sequence[TextInTail]) -> list[Callable[[], None]]:
-        """Fill in the block for these texts; all else is padding.
+        """Fill the host's block for these texts; the rest of it becomes padding.
 
         Returns:
-            What to call once the tail has run: samplers note what it has computed for them.
+            Functions to call once the graph was launched: they tell the samplers which noise and counts it computes.
         """
         inputs = self._inputs
         inputs.nodes_B[:] = self._padding
@@ -268,12 +286,13 @@ class CapturedTail:
 
 
 def noise_rows(sampler: Sampler, positions: Sequence[int], reachable: np.ndarray) -> list[int]:
-    """The rows of noise that a text's sampled nodes are sampled with.
+    """The row of the noise buffer to sample each of a text's sampled nodes with; NO_NOISE: without noise.
 
     Args:
         sampler: the text's sampler, which has noise.
-        positions: where the tokens to be sampled will be.
-        reachable: bool, whether a walk may reach the node.
+        positions: (n,), for each node, the position that its sampled token gets in the text.
+        reachable: bool (n,), whether verification may accept the node's token. Other nodes get no noise if
+            `sampler.noisy_guesses` is False.
     """
     assert sampler.noise is not None
     rows = sampler.noise.rows_of(positions)
@@ -285,7 +304,7 @@ def noise_rows(sampler: Sampler, positions: Sequence[int], reachable: np.ndarray
 def _sampling(
     inputs: _Inputs, step: StepTensors, rules: CallRules, functions: ScoreRules, memory: SamplerMemory
 ) -> NodeSampling:
-    """How the step's nodes are sampled, by what the block has."""
+    """What samples the nodes of the step, from the device's copy of the block."""
     places_B = inputs.places_B
     sampling = NodeSampling(
         rules,

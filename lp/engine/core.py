@@ -1,9 +1,9 @@
-"""The loop of an engine: texts begin, take steps together, and end. `generate` runs it for one text.
+"""The engine's loop: texts begin, take decode steps together, and end. `generate` runs it for one text.
 
     step = schedule, begin, forward, sample, exchange, end, deliver
 
-The scheduler's part is here: who takes part in a step, and which chunks of prompts. The rest is in
-`lp.engine.batch_step`.
+A text is one request's prompt and the tokens that are generated behind it. The scheduler is here: it decides which
+texts take part in a step, and which chunks of prompts are prefilled in it. `lp.engine.batch_step` has the rest.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from lp.models.captured_forests import CapturedForests
 from lp.models.kv_pool import KVPool
 from lp.parallel.message import Stop
 
-# Texts that take a step, and prompts with how many of their tokens the step caches.
+# One forward pass: texts that take a decode step in it, and texts whose prompts it prefills, with how many tokens.
 Batch = tuple[list[Generation], list[tuple[Generation, int]]]
 
 
 class Handle:
-    """A text that an engine generates. Once it has ended, its output is all that is held.
+    """One generated text of an engine, as `Engine.submit` returns it, with its progress and its result.
 
     Attributes:
-        request: the checked call, until it has ended.
-        generation: text, cache and draft source, while it takes steps.
-        output: what `generate` would return, once it has ended; of a cancelled text as far as it came.
-        error: what it failed with.
-        reused: tokens of the prompt that were cached before.
-        reusable: prompts may begin with its cache; not where the model has changed since.
+        request: the checked call; deleted when the text ends.
+        generation: the text's state while it takes steps (tokens, KV cache, draft source); None before and after.
+        output: what `generate` would return; None until the text has ended. Of a cancelled text, the tokens so far.
+        error: the exception that the text failed with; None if it did not fail.
+        reused: number of the prompt's first tokens whose KV was copied from an earlier text.
+        reusable: whether later prompts may reuse the text's KV; False once the model's weights may have changed.
     """
 
     def __init__(self, request: Request) -> None:
@@ -63,32 +63,37 @@ class Handle:
 
     @property
     def done(self) -> bool:
-        """Whether the text has ended, in whatever way."""
+        """Whether the text has ended: completed, cancelled or failed."""
         return self.output is not None or self.error is not None
 
     @property
     def num_cached(self) -> int:
-        """Number of tokens whose keys and values are cached; 0 where the text takes no steps."""
+        """Number of the text's tokens whose KV is cached now; 0 before it begins and after it has ended."""
         return self.generation.cache.length if self.generation else 0
 
     @property
     def tokens(self) -> list[int]:
-        """Token ids that were generated so far, or until the text failed."""
+        """Ids of the tokens generated so far; of a failed text, those before the failure."""
         return self.generation.tokens[: self.generation.delivery.num_kept] if self.generation else self._tokens
 
     def end(self, output: GenerationOutput | None, error: BaseException | None = None) -> None:
-        """Note what it came to, and let go of the rest: its noise and draft source are large."""
+        """Store how the text ended, and release its state, since its noise and draft source are large.
+
+        Args:
+            output: what the text came to; None if it failed.
+            error: the exception that it failed with; None if it did not.
+        """
         self._tokens = output.tokens if output else self.tokens
         self.output, self.error = output, error and with_remedy(error)
         self.generation = None
         del self.request
 
     def result(self) -> GenerationOutput:
-        """The output.
+        """The output of the text, which must have ended.
 
         Raises:
-            RuntimeError: it has not ended.
-            BaseException: what it failed with.
+            RuntimeError: the text has not ended yet.
+            BaseException: the exception that the text failed with.
         """
         if self.error:
             try:
@@ -101,24 +106,24 @@ class Handle:
 
 
 class EngineCore:
-    """Texts that take steps together. Among ranks, all make the same calls in the same order.
+    """The scheduler of generated texts that share decode steps; `Engine` and `generate` check arguments and run it.
 
-    It checks nothing that a user asked for: `Engine` and `generate` do.
+    Among ranks, all make the same calls in the same order.
 
     Args:
         decoder: begins texts, and says which ranks share their steps.
         pool: the cache slots that all texts share.
-        max_sequences: most texts that take a step together.
-        prefill_chunk: tokens of prompts in a step that other texts take part in.
+        max_sequences: most texts that take steps at a time; the others wait.
+        prefill_chunk: most prompt tokens that a step prefills while other texts decode in it.
         reuse_prefixes: keep the caches of texts that have ended, for prompts that begin like them.
-        signals: SIGINT and SIGTERM, which end the texts of a step.
-        shared: runs passes over several texts as captured steps; None: they are not captured.
+        signals: SIGINT and SIGTERM, held back until the end of a step; they end the running texts.
+        shared: computes passes over several texts as CUDA graphs; None: such passes are not captured.
 
     Attributes:
-        stopped_by: why texts ended in the last step.
-        waiting: texts that have not begun, in their order.
-        running: texts that take steps, in the order in which they began.
-        in_step: within a step; also once a step was cut off.
+        stopped_by: flags of the messages that ended texts in the last step; Stop.FAILED also where a text has failed.
+        waiting: handles of texts that have not begun, first come first.
+        running: the texts that take steps, with their handles, in the order in which they began.
+        in_step: whether a step is being computed; it stays True if an exception cut a step off.
     """
 
     def __init__(
@@ -147,10 +152,10 @@ class EngineCore:
         self._cancelled: list[tuple[Handle, int | None]] = []  # within the step
 
     def check_weights(self) -> None:
-        """Refuse a model that has other weights than its caches are for.
+        """Refuse to go on if the model was moved to another dtype or device since the engine's cache was made.
 
         Raises:
-            ValueError: names both.
+            ValueError: names the dtype and device of the model and of the cache.
         """
         if (now := weights_of(self.decoder)) != self._weights:
             raise UserError(
@@ -158,14 +163,17 @@ class EngineCore:
             )
 
     def slots(self, request: Request) -> int:
-        """Cache slots that a text may need, at most."""
+        """Most cache slots, one a token, that a request may need: its text and the tokens of one step."""
         return request.limit + 1 + self.decoder.most_step_tokens
 
     def step(self) -> bool:
-        """One step of all texts that run, and a chunk of prompts; whether there is anything left to do.
+        """Let waiting texts begin, then run one decode step of all running texts and prefill a chunk of prompts.
+
+        Returns:
+            Whether any text still runs or waits.
 
         Raises:
-            RuntimeError: called by a callback of a step, or after a step that was cut off by an error.
+            RuntimeError: called from a callback within a step, or after an exception has cut a step off.
         """
         if self.in_step:
             raise RuntimeError(
@@ -191,7 +199,7 @@ class EngineCore:
         return bool(self.running or self.waiting)
 
     def cancel(self, handle: Handle, num_tokens: int | None = None) -> None:
-        """End a text as it is, behind the step if there is one; see `Engine.cancel`."""
+        """End a text with the tokens that it has, once the current step is over; arguments as in `Engine.cancel`."""
         if self.in_step:
             self._cancelled.append((handle, num_tokens))
         elif handle in self.waiting:
@@ -208,11 +216,11 @@ class EngineCore:
 
     @property
     def available_slots(self) -> int:
-        """Cache slots that texts to come may have."""
+        """Cache slots that new texts can get; those that are only kept for reuse count among them."""
         return self._caches.available
 
     def clear_prefixes(self) -> None:
-        """Reuse no text that there has been so far."""
+        """Let no later prompt reuse the KV of texts that have begun by now, whether they have ended or not."""
         self._caches.clear_prefixes()
         for handle in self.running.values():
             handle.reusable = False
@@ -223,7 +231,7 @@ class EngineCore:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Cancel what has not ended, and let go of all memory."""
+        """Cancel the texts that have not ended, and free all memory."""
         for handle in () if self.in_step else (*self.waiting, *self.running.values()):
             self.cancel(handle)
         for handle in (*self.waiting, *self.running.values()):  # left by a step that was cut off; callers may hold them
@@ -237,7 +245,7 @@ class EngineCore:
         del self._caches, self._steps, self._shared
 
     def admit(self) -> None:
-        """Begin texts that wait, in their order, while there is room; every step does so first."""
+        """Begin waiting texts, first come first, as long as there is room. Every step calls it first."""
         while self.waiting and len(self.running) < self.max_sequences:
             if not self._caches.has_room(self.slots(self.waiting[0].request)):
                 break
@@ -245,7 +253,7 @@ class EngineCore:
                 self._begin(self.waiting[0])
 
     def _begin(self, handle: Handle) -> None:
-        """Begin the first text that waits."""
+        """Begin the first of the waiting texts: give it a KV cache, a draft source and a token budget."""
         request = handle.request
         by_itself = not self.running and len(self.waiting) == 1
         try:
@@ -276,10 +284,14 @@ class EngineCore:
         self.waiting.popleft()  # not before: whatever is raised, the engine has the text
 
     def _end_waiting(self, handle: Handle, error: Exception) -> None:
-        """End the first text that waits, which cannot begin.
+        """End the first of the waiting texts with an error, since it cannot begin.
+
+        Args:
+            handle: the text.
+            error: why it cannot begin.
 
         Raises:
-            Exception: the error itself, where other ranks would wait.
+            Exception: `error`, among ranks, where the others would wait for this one.
         """
         if not self.decoder.steps_with.alone:
             raise error
@@ -288,7 +300,7 @@ class EngineCore:
         handle.end(None, error)
 
     def _reusable(self) -> list[CachedText]:
-        """Texts that run, whose caches prompts may begin with."""
+        """The running texts whose KV a new prompt may reuse."""
         return [
             CachedText(
                 np.array(text.request.keyed(text.cached_everywhere), np.int64), text.cache, text.request.kept_for
@@ -298,7 +310,11 @@ class EngineCore:
         ]
 
     def _advance(self) -> dict[Generation, Stop]:
-        """The step; by text, why it ends, or NONE."""
+        """Run the forward passes of one step.
+
+        Returns:
+            For each text that took a decode step, why it ends with it; Stop.NONE: it goes on.
+        """
         if self._shared and self._shared.captures and len(self.running) > 1:
             for text in self.running:
                 if cache := self._caches.in_pool(text.cache):
@@ -313,7 +329,7 @@ class EngineCore:
         return stops
 
     def _read_images(self) -> None:
-        """Cache the images of one text, the first that lacks its own: others are not to wait for several."""
+        """Prefill the images of at most one text a step, so that the other texts do not wait for several of them."""
         for text, handle in self.running.items():
             if text.prompt.lacks_images(text.cache):
                 self._steps.read_images(text)
@@ -321,7 +337,7 @@ class EngineCore:
                 return
 
     def _batches(self) -> Iterator[Batch]:
-        """What passes compute together: everything, or one text a pass where the model takes no more."""
+        """Divide a step into forward passes: one for all texts, or one a text if the model takes no more."""
         ready = [text for text in self.running if text not in self._steps.errors]
         texts = [text for text in ready if text.prompt.is_cached(text.cache)]
         prompts = [text for text in ready if text.prompt.takes_chunks(text.cache)]
@@ -334,7 +350,12 @@ class EngineCore:
             yield [text], []
 
     def _chunks(self, prompts: Sequence[Generation], in_company: bool) -> list[tuple[Generation, int]]:
-        """How much of which prompts the step caches: in the order in which they came."""
+        """How many tokens of each prompt the step prefills, first come first.
+
+        Args:
+            prompts: texts whose prompts are not cached yet.
+            in_company: whether other texts decode in the step, which should not take long then.
+        """
         chunks = []
         room = self.prefill_chunk
         if prompts and not in_company:
@@ -346,14 +367,14 @@ class EngineCore:
         return chunks
 
     def _note_first_steps(self, prompts: Sequence[tuple[Generation, int]]) -> None:
-        """Note the time for prompts that are cached by now: their texts take steps from here on."""
+        """Note the time at which prompts are completely cached: from here on, their texts decode."""
         now = time.perf_counter()
         for text, _ in prompts:
             if text.prompt.is_cached(text.cache):
                 self.running[text].first_step_s = now
 
     def _tell_company(self, texts: Sequence[Generation], prompt_tokens: int) -> None:
-        """Tell the budgets what else the step computes; the same on every rank."""
+        """Tell each text's token budget how much the step computes for the other texts; the same on every rank."""
         if len(texts) == 1:
             texts[0].budget.company = Company(other_tokens=prompt_tokens)
             return
@@ -367,11 +388,12 @@ class EngineCore:
             text.budget.company = Company(len(texts), total - text.last_tokens + prompt_tokens, rate)
 
     def _end(self, text: Generation, stop: Stop, reason: str | None = None) -> None:
-        """Take a text that has ended out of the steps.
+        """Take a text that has ended out of the running ones, store its output, and give its cache back.
 
         Args:
+            text: the text.
             stop: why it ended.
-            reason: the finish reason, where no stop tells it.
+            reason: its finish reason, if it differs from that of `stop`: "cancelled".
         """
         handle = self.running.pop(text)
         now = time.perf_counter()
@@ -398,7 +420,7 @@ class EngineCore:
         failure = None  # whose traceback has this frame
 
     def _fail(self, text: Generation, error: BaseException) -> None:
-        """Take a text that has failed, alike on every rank, out of the steps."""
+        """Take a text that has failed, on every rank alike, out of the running ones, and free its cache."""
         self.stopped_by |= Stop.FAILED
         self.running.pop(text).end(None, error)
         with suppress(Exception):  # the first error counts
@@ -408,10 +430,10 @@ class EngineCore:
 
 
 def cache_slots(request: Request, budget: Budget) -> int:
-    """Cache slots that a text needs: its own, and those of a step behind it."""
+    """Cache slots that a text needs: one for each of its tokens, and one for each token of its largest step."""
     return request.limit + 1 + max(budget.step_tokens, budget.max_padded_tokens)
 
 
 def weights_of(decoder: StepDecoder) -> str:
-    """The model's dtype and device, which its caches share, in words."""
+    """The dtype and device of a decoder's model, which its caches must have too, such as "bfloat16 on cuda:0"."""
     return f"{str(decoder.model.dtype).removeprefix('torch.')} on {decoder.model.get_input_embeddings().weight.device}"

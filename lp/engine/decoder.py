@@ -1,4 +1,4 @@
-"""What every decoder shares: the signature of `generate`, its result, and its checks."""
+"""The base of all decoders: the `generate` call, with the checks of its arguments."""
 
 from __future__ import annotations
 
@@ -52,22 +52,27 @@ OWNER = re.compile(r"[A-Za-z0-9_-]{0,64}")
 
 @contextmanager
 def computing_on(device: torch.device) -> Iterator[None]:
-    """Make a device the current one while a model runs there, since streams and events are the current device's."""
+    """While entered, compute no gradients, and make this device torch's current one, whose streams and events are used.
+
+    Args:
+        device: the model's device.
+    """
     on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     with torch.inference_mode(), on_device:
         yield
 
 
 class Decoder:
-    """Turns a prompt into tokens; every decoder gives the tokens of plain decoding.
+    """Base of the decoders, with the `generate` call; every decoder gives the tokens of plain decoding.
 
     Args:
         model: an HF causal LM, loaded and on its device.
-        context: the ranks to share a step with; None is this process alone.
+        context: the ranks to share each decode step with; None is this process alone.
 
     Attributes:
-        follows: the checkpoint's generation config is followed ("auto") where a call does not say, or not ("none").
-        corpora: names of the corpora that texts may look in.
+        follows: default of the argument `generation_config` of `generate`: "auto" follows the checkpoint's
+            generation_config.json, "none" ignores it.
+        corpora: names of the corpora that draft tokens may be looked up in.
     """
 
     follows = AUTO
@@ -108,53 +113,56 @@ class Decoder:
         adapter: str | None = None,
         **inputs: Any,
     ) -> GenerationOutput:
-        """Generate from one prompt.
+        """Generate a text from one prompt.
 
         Args:
-            input_ids: the prompt, (L,) or (1, L): a list, a numpy array or a tensor of integers.
-            max_new_tokens: most tokens to add.
+            input_ids: token ids of the prompt, (L,) or (1, L): a list, a numpy array or a tensor of integers.
+            max_new_tokens: most tokens to generate.
             sampling: temperature, penalty, warpers and seed; a temperature of 0 is greedy, with the penalty. None is
                 what the checkpoint says, or else greedy.
             logits_processor: transformers' processors, applied before the warpers of `sampling`.
-            padding: left padding of the prompt, which processors and criteria see and the model does not.
-            sequence: index of this sequence in a batch, which sampled noise depends on.
-            eos_token_id: one or several; None takes the model's, an empty tuple none.
-            stop_strings: one or several; end after the token that completes one of them; needs `tokenizer`.
+            eos_token_id: one id or several; None takes the model's, an empty tuple none.
+            stop_strings: one string or several; the text ends after the token that completes one of them. Needs
+                `tokenizer`.
+            tokenizer: the model's tokenizer; only `stop_strings` needs it.
             stopping_criteria: transformers' criteria, asked after every token, without scores. Among ranks that share
                 steps, rank 0's result counts; plain decoding, which shares none, asks each rank's own.
-            on_tokens: called once a step with (new tokens, step) before the next one starts; among ranks that share
-                steps, where there are criteria, on rank 0 alone.
-            prefill_chunk: prompt tokens a forward pass.
-            output_scores: return the processed logits of every token, warpers included, noise not; on one rank.
-            output_logits: return the model's own; on one rank.
-            prediction: token ids that are expected, as of a file that is to be changed a little. They are drafted, and
-                change no token. Decoders without draft tokens ignore them.
-            grammar: grammar that the text follows up to an EOS, as lp.GrammarCompiler makes it.
-            generation_config: "auto" follows what the checkpoint's generation_config.json says of scores (penalties,
-                suppressed and forced tokens, n-grams, bad words, least lengths) and of sampling; `sampling` wins in all
-                its fields, and so does a processor of the same class. "none" does not. None is the decoder's own way,
-                `follows`.
-            seed: seed of a sampled text where `sampling` names none; None draws one on rank 0.
-            continued: how many of the prompt's last tokens are of the text itself, which an earlier call began.
-            owner: whose text it is, of ASCII letters, digits, "_" and "-": what is kept of texts (a session's pool, a
-                history, prefixes that an engine reuses) is used for texts of the same owner alone. None: this text
-                leaves nothing, and uses nothing that others have left.
-            corpora: names of the decoder's corpora that the text may look in, which are those of their files without
-                the ending; an empty list is none, None all.
-            adapter: name of a LoRA adapter of PEFT that the model has loaded, for this text alone; texts of an engine
-                share steps whatever theirs are. None: the adapters that are active on the model.
-            inputs: what else a model's processor gives, by its names there, as `pixel_values`:
-                `generate(**processor(text=..., images=..., return_tensors="pt"))`. For one prompt; its images are
-                computed by one pass of the model itself.
+            on_tokens: called after each decode step, before the next one starts, with (new tokens, number of the step,
+                from 0). Among ranks that share steps every rank calls it, or rank 0 alone if there are criteria.
+            prefill_chunk: most prompt tokens that a forward pass computes.
+            padding: token ids of the prompt's left padding, which processors and criteria see and the model does not.
+            sequence: index of the prompt in its batch; sampled texts of one seed differ by it.
+            output_scores: return the logits that each token was chosen by, after processors and warpers and before
+                noise; on one rank only.
+            output_logits: return the model's own logits of each token; on one rank only.
+            prediction: token ids that much of the text may repeat, such as a file that is to be edited. They become
+                draft tokens and change no generated token. Decoders without draft tokens ignore them.
+            grammar: grammar of lp.GrammarCompiler that the text must follow up to an EOS; None for none.
+            generation_config: "auto" applies the checkpoint's generation_config.json: what it says of scores
+                (penalties, suppressed and forced tokens, n-grams, bad words, least lengths) and of sampling. `sampling`
+                overrides all its fields, and a given processor the field of its class. "none" ignores the file. None
+                is the decoder's default, `follows`.
+            seed: seed of a sampled text if `sampling` has none; None: rank 0 draws one for all ranks.
+            continued: number of tokens at the end of the prompt that an earlier call generated for this same text.
+            owner: name of the text's owner, of ASCII letters, digits, "_" and "-". What is kept of a text (a session's
+                pool, a history, an engine's prefixes) is used for later texts of its owner alone. None: nothing is
+                kept of this text, and it uses nothing that is kept.
+            corpora: names of the decoder's corpora that draft tokens of this text may come from: their file names
+                without the ending. An empty list: none; None: all.
+            adapter: name of a LoRA adapter that PEFT has loaded on the model, for this text alone. Texts with different
+                adapters share an engine's steps. None: the adapters that are active on the model.
+            inputs: what a processor returns besides token ids, by name, such as `pixel_values`:
+                `generate(**processor(text=..., images=..., return_tensors="pt"))`. The model's own code computes the
+                images, in one forward pass.
 
         Returns:
-            GenerationOutput.
+            The generated tokens, why they ended, and what each step took.
 
         Raises:
-            Interrupted: a KeyboardInterrupt with what was generated; SIGINT or SIGTERM came to some rank, and the step
-                is finished. A second one acts at once, as it would without this call.
-            ValueError: a prompt that is empty, too long or not of this vocabulary, or a value out of range; images for
-                a model that is not known to be exact with them.
+            Interrupted: SIGINT or SIGTERM came to some rank, and the decode step is finished. It is a KeyboardInterrupt
+                that has the output so far. A second signal acts at once, as it would without this call.
+            ValueError: the prompt is empty, too long or has ids outside the vocabulary; a value is out of range; or lp
+                is not known to be exact for this model with images.
             torch.OutOfMemoryError: the device is full; says what to lower. The decoder can be used again.
         """
         options: dict[str, Any] = {
@@ -216,10 +224,12 @@ class Decoder:
         adapter: str | None = None,
         **inputs: Any,
     ) -> Request:
-        """The checked call; arguments and errors are those of `generate`.
+        """Check the arguments of a `generate` call, and gather them as a request that can be run.
+
+        Arguments and errors are those of `generate`, but for:
 
         Args:
-            signals: SIGINT and SIGTERM, which end the text.
+            signals: receives SIGINT and SIGTERM; a signal ends the text after the current step.
         """
         check_adapter(self.model)  # again: one may have been added since
         prompt = prompt_ids(self.model, input_ids)
@@ -311,11 +321,16 @@ class Decoder:
         )
 
     def computing(self) -> AbstractContextManager[None]:
-        """A context that whatever runs the model must be in: without gradients, and on the model's device."""
+        """A context to run the model in: without gradients, with the model's device as torch's current one."""
         return computing_on(self.model.device)
 
     def complete(self, output: GenerationOutput, request: Request) -> None:
-        """Add to the output what was asked for besides the tokens."""
+        """Fill in how the text was made (attention, exactness, threads, seed), and logits or scores if asked for.
+
+        Args:
+            output: output of a text that has ended; changed in place.
+            request: the call that it is for.
+        """
         output.attention = self.attention
         output.exact = self.exact
         output.threads = torch.get_num_threads() if self.model.device.type == "cpu" else 0
@@ -326,44 +341,49 @@ class Decoder:
 
     @property
     def exact(self) -> Exact:
-        """The mode that its texts are made in."""
+        """Whether its logits are plain decoding's bit for bit (BITWISE) or up to rounding (TOKENS)."""
         return Exact.TOKENS
 
     @property
     def kv_dtype(self) -> KVDtype:
-        """What its caches hold keys and values as."""
+        """How its KV caches store keys and values: in the model's dtype (AUTO), or in one byte each (INT8, FP8)."""
         return KVDtype.AUTO
 
     @property
     def takes_adapters(self) -> bool:
-        """Whether a text may choose an adapter."""
+        """Whether `generate` takes an `adapter`, a LoRA adapter for one text."""
         return False
 
     @property
     def attention(self) -> str:
-        """What computes attention: transformers' own, by its name there."""
+        """Name of what computes attention, such as "transformers' sdpa"."""
         return f"transformers' {self.model.config._attn_implementation}"
 
     @property
     def span(self) -> int:
-        """Positions a step may span, from the last generated token on."""
+        """Most positions that the tokens sampled in one step may span; the sampler keeps noise for as many."""
         return 1
 
     @property
     def call(self) -> str:
-        """Its name, for messages to other ranks."""
+        """Name of its `generate`, such as "LookaheadDecoder.generate": ranks compare what call they are in."""
         return f"{type(self).__name__}.generate"
 
     @property
     def noisy_guesses(self) -> bool:
-        """Whether nodes that no walk can reach are sampled under the noise too."""
+        """Whether window guesses that can't be accepted in their step are sampled under noise as accepted ones are."""
         return True
 
     def _images(self, prompt: Sequence[int], inputs: dict[str, Any]) -> PromptImages | None:
-        """The images of a prompt, if there are any.
+        """The images of a prompt; None if the call has none.
+
+        Args:
+            prompt: ids of the prompt's tokens.
+            inputs: what the call was given besides them, as `pixel_values`.
 
         Raises:
-            ValueError: as of PromptImages, or they are not exact in this mode or with such rotary frequencies.
+            ValueError: `PromptImages` refuses them, or the decoder is not exact with them: under exact=bitwise, or
+                where rotary frequencies change with the length of the text.
         """
         images = PromptImages.of(self.model, prompt, inputs) if inputs else None
         if images is not None and self.exact is Exact.BITWISE:
@@ -376,10 +396,15 @@ class Decoder:
         return images
 
     def _check_adapter(self, adapter: str, images: PromptImages | None) -> None:
-        """Refuse an adapter that a text cannot choose, or not here.
+        """Refuse an adapter for one text where lp cannot compute it exactly.
+
+        Args:
+            adapter: name of the adapter.
+            images: images of the prompt; None for none.
 
         Raises:
-            ValueError: an adapter that `check_text_adapter` refuses, or that does not go with what else is asked.
+            ValueError: `check_text_adapter` refuses the adapter, or the call has images, exact=bitwise or other
+                settings that exclude adapters for one text.
         """
         check_text_adapter(self.model, adapter)
         others = {
@@ -395,7 +420,7 @@ class Decoder:
                 )
 
     def _check_grammar(self, grammar: object, eos: Collection[int]) -> None:
-        """Refuse what is no grammar, and an EOS that cannot end its text."""
+        """Refuse an object that is no grammar, and a grammar without an EOS of the model that can end its text."""
         if not hasattr(grammar, "matcher"):
             raise UserError(f"grammar is {grammar!r}; give one that lp.GrammarCompiler made, or None")
         if not eos:
@@ -409,21 +434,31 @@ class Decoder:
                 )
 
     def checkpoint(self, generation_config: str | None = None) -> Checkpoint:
-        """What the checkpoint says of how its texts are sampled; argument and errors are those of `generate`."""
+        """The sampling settings of the checkpoint's generation_config.json, which `generate` applies.
+
+        Args:
+            generation_config: "auto", "none" (no settings) or None, as in `generate`.
+
+        Raises:
+            ValueError: another value.
+        """
         chosen = self.follows if generation_config is None else generation_config
         if chosen not in (AUTO, NONE):
             raise UserError(f"generation_config is {chosen!r}; it must be {AUTO!r} or {NONE!r}")
         return Checkpoint.of(self.model.generation_config if chosen == AUTO else GenerationConfig())
 
     def _tell(self, line: str) -> None:
-        """Log a line, once."""
+        """Log a line as a warning on the main rank, once for this decoder; an empty line is not logged."""
         if line and line not in self._told:
             self._told.add(line)
             if self.context.is_main:
                 logger.warning(line)
 
     def _seeded(self, sampling: SamplingParams | None, seed: int | None) -> SamplingParams | None:
-        """Give the sampling a seed: where it has none, rank 0 draws one for all; ranks that need none take part too."""
+        """Complete the sampling settings by a seed: `seed`, or else one that rank 0 draws for all ranks.
+
+        It is a collective call, so ranks whose texts need no seed make it too.
+        """
         if sampling is not None and sampling.seed is None and seed is not None:
             sampling = replace(sampling, seed=seed)
         wanted = sampling is not None and sampling.seed is None and not sampling.greedy
@@ -431,12 +466,12 @@ class Decoder:
         return replace(sampling, seed=seed) if sampling is not None and wanted else sampling
 
     def _generate(self, request: Request) -> GenerationOutput:
-        """Run a checked call to its end."""
+        """Run a checked call until its text ends."""
         with self.computing():
             output = self._decode(request)
         self.complete(output, request)
         return output
 
     def _decode(self, request: Request) -> GenerationOutput:
-        """Tokens and steps of a call. A decoder overrides this, or `_generate` where texts share steps."""
+        """Decode a text. A decoder overrides this, or `_generate` if its texts may share steps."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""How a text reaches the caller: tokens streamed step by step, when they end the text, and what each step took."""
+"""Hands a text to the caller: streams the tokens of each step, finds the end of the text, and records step times."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from lp.parallel.message import Stop
 
 
 class Delivery:
-    """Delivers one text.
+    """Hands the tokens of one text to its caller, and decides with the other ranks when the text ends.
 
     Args:
-        request: the checked call.
+        request: the checked call, with the caller's callback and stopping criteria.
         context: who this rank is, and which ranks share its steps.
-        timer: splits the steps' time, and leaves the callbacks' out.
-        failures: what fails on this rank alone.
+        timer: measures the parts of each step; time in the caller's callbacks does not count.
+        failures: collects exceptions of this rank, such as one of the callback.
 
     Attributes:
-        num_kept: new tokens to return.
-        stopped_by: what of some rank's message ended the text.
-        stats: what each step took.
-        thread_s: seconds of this thread in the last step.
+        num_kept: how many of the generated tokens to return.
+        stopped_by: flags of the messages that ended the text before its step's tokens were used; Stop.NONE so far.
+        stats: one entry a decode step.
+        thread_s: CPU seconds of this thread in the last step, callbacks left out.
     """
 
     def __init__(self, request: Request, context: ParallelContext, timer: StepTimer, failures: Failures) -> None:
@@ -41,17 +41,20 @@ class Delivery:
 
     @property
     def wanted_stop(self) -> Stop:
-        """Why this rank wants all to stop."""
+        """Flags for the header of this rank's next message: why all ranks should end the text; Stop.NONE: no reason."""
         pending = self.failures.pending_stop
         return pending | Stop.INTERRUPTED if self.request.signals.requested else pending
 
     def stop(self, stop: Stop, length: int, tokens: Sequence[int]) -> Stop:
-        """Some rank wants to stop: its step's tokens are dropped, those before it are returned.
+        """End the text because a rank's message says so; the tokens of this step are dropped.
 
         Args:
-            stop: why any rank wants it.
-            length: tokens to return, where rank 0 has found the end of the text.
-            tokens: generated before the step.
+            stop: flags of all ranks' messages.
+            length: number of generated tokens to return, if rank 0 has found the end of the text.
+            tokens: the tokens generated before this step.
+
+        Returns:
+            The reason to stop, for the finish reason.
         """
         self.stopped_by = stop
         end_of_text = stop & ~(Stop.INTERRUPTED | Stop.FAILED)
@@ -59,11 +62,14 @@ class Delivery:
         return end_of_text or Stop.INTERRUPTED
 
     def deliver(self, tokens: Sequence[int], step: StepStats) -> Stop:
-        """Stream the step's tokens, decide whether they end the text, and note what the step took.
+        """Stream the tokens of a decode step, check whether they end the text, and record the step's times.
 
         Args:
-            tokens: all that have been generated.
-            step: what was computed, without the seconds.
+            tokens: all generated tokens, those of this step included.
+            step: statistics of the step; its seconds are filled in here.
+
+        Returns:
+            Why the text ends now; Stop.NONE: it goes on.
         """
         self.thread_s = self.timer.thread_s()  # now: the user's own code comes next
         reason = self._stream(tokens, step.accepted + 1)
@@ -72,9 +78,10 @@ class Delivery:
         return reason
 
     def _stream(self, tokens: Sequence[int], num_new: int) -> Stop:
-        """Stream the newest tokens and decide whether they end the text.
+        """Stream the `num_new` newest tokens, and check whether they end the text.
 
-        What only this rank knows (a criterion, which may look at the clock; a failure) goes into the next header.
+        What this rank alone knows (the result of a criterion, which may look at the clock; a failure of a callback)
+        does not end the text at once: other ranks learn it from the header of this rank's next message.
         """
         stopping = self.request.stopping
         alone = self.context.alone
@@ -95,6 +102,6 @@ class Delivery:
             self.failures.failure = error
         failed = self.failures.failure is not None
         if alone or not (stopping.criteria or (failed and not reason)):
-            return reason  # every rank has the same: a failure in the last step must not wait for ranks that have ended
+            return reason  # equal on all ranks, which end now: after the last step, no message could tell of a failure
         self.failures.pending_stop = reason or (Stop.FAILED if failed else Stop.NONE)
         return Stop.NONE

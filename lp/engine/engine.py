@@ -1,13 +1,14 @@
-"""The engine: texts come, take steps together, and go.
+"""The engine: generates texts that are submitted at any time, several of them in every step (continuous batching).
 
     engine = lp.Engine(decoder)
     one, other = engine.submit(ids, 100), engine.submit(more_ids, 50, lp.SamplingParams(seed=7))
     engine.run()                                   # or engine.step() until it returns False
     one.result().tokens, other.result().tokens
 
-First come, first served: a text waits until one of `max_sequences` places and the cache slots that it may need are
-free. Prompts are cached in chunks, in the steps that the other texts take anyway. Each text has the tokens that it has
-alone; under one seed, whatever else runs.
+A text is one request's prompt and the tokens that are generated behind it. First come, first served: a text waits
+until one of `max_sequences` places and the cache slots that it may need are free. Prompts are prefilled in chunks, in
+the steps that the other texts take anyway. Each text has the tokens that it has alone; under one seed, whatever else
+runs.
 """
 
 from __future__ import annotations
@@ -32,31 +33,33 @@ from lp.parallel.agreement import check_same, exchange
 from lp.parallel.message import Stop
 from lp.sampling.params import SamplingParams
 
-MAX_SEQUENCES = 8  # that take a step together, by default
+MAX_SEQUENCES = 8  # default of max_sequences
 MOST_SEQUENCES = 1 << 16  # the largest max_sequences that is accepted
-PREFILL_CHUNK = 128  # tokens of prompts in a step that others take part in
-CACHE_SHARE = 0.5  # of the free memory, that the cache may take by default
-LONGEST_TEXT = 32768  # tokens that a place gets by default, where the model's context is longer
+PREFILL_CHUNK = 128  # default of prefill_chunk, tokens
+CACHE_SHARE = 0.5  # share of the free memory that the cache takes by default
+LONGEST_TEXT = 32768  # cache slots for each sequence by default, if the model's context is longer
 
 
 class Engine:
-    """Generates texts that come and go. Among ranks, all make the same calls in the same order.
+    """Generates many texts at a time: `submit` requests whenever they come, and call `step` until it returns False.
 
-    One thread makes all calls; others hand it what they want, and wake it where `step` has returned False. Callbacks
-    may submit and cancel. An exception that leaves `step` or `run`, but for a KeyboardInterrupt behind a step, cuts the
-    step off: the engine is of no more use. As a context manager, it cancels what has not ended, and lets go of its
-    memory, at the end of the block.
+    All calls come from one thread: other threads hand their requests to it, and wake it after `step` has returned
+    False. Callbacks may submit and cancel. Among ranks, all make the same calls in the same order. Use it as a context
+    manager: at the end of the block it cancels texts that have not ended, and frees its memory. After an exception
+    from `step` or `run` the engine can't be used again, except after the KeyboardInterrupt of a signal.
 
     Args:
-        decoder: the decoder whose steps the texts take.
-        max_sequences: most texts that take a step together.
-        cache_tokens: cache slots for all texts; None: for the longest texts there may be, as far as half of the free
-            memory goes.
-        prefill_chunk: tokens of prompts in a step that other texts take part in: they wait for no more.
-        reuse_prefixes: keep the caches of texts that have ended, for prompts that begin like them.
+        decoder: a LookaheadDecoder or PlainDecoder, which computes the steps.
+        max_sequences: most texts that generate at a time; the others wait.
+        cache_tokens: cache slots for all texts together, one a token. None: as many as `max_sequences` + 1 texts of
+            full length need, within half of the free memory.
+        prefill_chunk: most prompt tokens that a step prefills while other texts decode in it, so that these do not
+            wait long for a new prompt.
+        reuse_prefixes: keep the caches of texts that have ended, so that a prompt that begins like one of them is not
+            computed from its start.
 
     Attributes:
-        signal: number of the signal that ended the last `run`; 0 for none on this rank.
+        signal: number of the signal that ended the last `run`; 0 if this rank got none.
 
     Raises:
         ValueError: a value out of range.
@@ -93,8 +96,8 @@ class Engine:
                 self.pool = pool_for(runner, capacity)
             except CacheTooLarge as error:
                 raise _no_room(error, runner.device) from error
-        self._signals = SignalsOfSteps()  # that end texts
-        self._signals_of_step = DeferredSignals()  # that are raised behind a step, and end none
+        self._signals = SignalsOfSteps()  # a signal that comes in here ends the running texts
+        self._signals_of_step = DeferredSignals()  # one that comes in here is raised after the step; no text ends
         captures = captures_forests(runner, capacity)
         shared = CapturedForests(runner, self.pool, self.max_sequences) if captures else None
         self._core = EngineCore(
@@ -110,14 +113,17 @@ class Engine:
         sampling: SamplingParams | None = None,
         **options: Any,
     ) -> Handle:
-        """Add a text, which begins in one of the next steps.
+        """Submit a request; its text begins in one of the next steps, when there is room.
 
         Args:
-            input_ids, max_new_tokens, sampling, options: see `generate`. `on_tokens` is called in `step`.
+            input_ids, max_new_tokens, sampling, options: see `Decoder.generate`. `on_tokens` is called within `step`.
+
+        Returns:
+            A handle for the text's progress and result.
 
         Raises:
-            ValueError: as `generate`; a text that needs more cache slots than there are; a model that has another dtype
-                or device than when the engine was made.
+            ValueError: as in `generate`; the text needs more cache slots than the engine has; or the model was moved to
+                another dtype or device since the engine was made.
             RuntimeError: the engine is closed.
         """
         self._check_open()
@@ -146,13 +152,18 @@ class Engine:
         return len(self._core.running)
 
     def step(self) -> bool:
-        """One step of all texts that run, and a chunk of prompts; whether there is anything left to do.
+        """Run one decode step of all running texts, prefill a chunk of waiting prompts, and stream new tokens.
+
+        Returns:
+            Whether any text still runs or waits: call it again.
 
         Raises:
-            KeyboardInterrupt: SIGINT or SIGTERM came, and the step is finished; texts go on with the next one. Among
-                ranks those that run end, as in `run`, in the step whose messages tell the others, which may be the next
-                one; all ranks raise, but for a signal within the very last step, of which only its own rank knows.
-            RuntimeError: called by a callback of a step, or after a step that was cut off by an error.
+            KeyboardInterrupt: SIGINT or SIGTERM came, and the step is finished. On one rank, the texts go on if `step`
+                is called again. Among ranks, the running texts end as in `run`, once messages have told all ranks,
+                which may be one step later; then all ranks raise. A signal in the very last step is raised on its own
+                rank alone.
+            RuntimeError: called from a callback within a step, after an exception has cut a step off, or the engine is
+                closed.
         """
         alone = self.decoder.steps_with.alone
         signals = self._signals_of_step if alone else self._signals
@@ -173,10 +184,12 @@ class Engine:
         return self._core.step()
 
     def run(self, stops_at_failure: bool = False) -> None:
-        """Step until all texts have ended. SIGINT or SIGTERM on some rank ends those that run as they are, and returns.
+        """Call `step` until all texts have ended, or until SIGINT or SIGTERM comes to some rank.
+
+        A signal ends the running texts with the tokens that they have; `run` returns, and `signal` has its number.
 
         Args:
-            stops_at_failure: return when a text fails, too.
+            stops_at_failure: return as soon as a text fails, too.
         """
         ends = Stop.INTERRUPTED | Stop.FAILED if stops_at_failure else Stop.INTERRUPTED
         with self._signals:
@@ -185,13 +198,13 @@ class Engine:
         self.signal = self._signals.take()
 
     def cancel(self, handle: Handle, num_tokens: int | None = None) -> None:
-        """End a text as it is; its output has the finish reason "cancelled". Nothing happens if it has ended.
+        """End a text with the tokens that it has and the finish reason "cancelled"; one that has ended stays as it is.
 
-        Called by a callback, it ends the text behind the step, unless the step itself does.
+        Called from a callback, it takes effect at the end of the step.
 
         Args:
-            handle: the text.
-            num_tokens: how many of its new tokens count: output and history have no others. None: all.
+            handle: handle of the text.
+            num_tokens: how many of the generated tokens to keep, in the output and in the history; None: all.
         """
         if not self._closed:
             self._core.cancel(handle, num_tokens)
@@ -202,9 +215,9 @@ class Engine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Cancel what has not ended, and let go of all memory, even where an error's traceback holds the engine.
+        """Cancel the texts that have not ended, and free all memory, even if an error's traceback holds the engine.
 
-        It is of no more use then.
+        The engine can't be used afterwards.
         """
         if self._closed:
             return
@@ -214,11 +227,11 @@ class Engine:
 
     @property
     def available_slots(self) -> int:
-        """Cache slots that texts to come may have; caches of ended texts, kept for reuse, count among them."""
+        """Cache slots, one a token, that new texts can get; those only kept for reuse count among them."""
         return self._core.available_slots
 
     def clear_prefixes(self) -> None:
-        """Reuse no text that there has been so far, as must be done when weights are changed in place.
+        """Let no later prompt reuse the KV of earlier texts. Call it after changing the model's weights in place.
 
         Raises:
             RuntimeError: the engine is closed.
@@ -228,12 +241,12 @@ class Engine:
 
 
 def longest_text(decoder: StepDecoder) -> int:
-    """Cache slots of the longest text that a place of an engine has room for by default."""
+    """Cache slots that an engine reserves for each text by default: the model's context, or 32768 if that is less."""
     return min(context_limit(decoder.model) or LONGEST_TEXT, LONGEST_TEXT)
 
 
 def slots_within_memory(decoder: StepDecoder, slots: int) -> int:
-    """How many of these cache slots there is memory for on every rank."""
+    """Most cache slots, at most `slots`, that fit in half of the free memory of every rank; equal on all ranks."""
     runner = decoder.runner
     with decoder.computing():
         free, each = free_bytes(runner.device), slot_bytes(runner.known_kinds)
@@ -243,6 +256,7 @@ def slots_within_memory(decoder: StepDecoder, slots: int) -> int:
 
 
 def _no_room(error: CacheTooLarge, device: torch.device) -> UserError:
+    """The error for the user where the engine's cache does not fit on the device."""
     free = free_bytes(device)
     there = "" if free is None else f", where {format_bytes(free)} are free"
     return UserError(f"{error} on {device}{there}; lower the engine's cache_tokens, or max_new_tokens of a batch")

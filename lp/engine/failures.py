@@ -1,4 +1,4 @@
-"""What fails on this rank alone: the others learn it from its next message, or they would wait for their time-out."""
+"""Exceptions on one rank among several: the others must learn of them by a message, or they would wait in vain."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ T = TypeVar("T")
 
 
 class Failures:
-    """Runs a text's work on this rank, and keeps what it failed with.
+    """Keeps an exception in a text's work on this rank until the other ranks have learned of it from a message.
 
     Args:
         context: who this rank is, and which ranks share its steps.
-        announced: whether the ranks of this replica know of an error on this one.
-        explained: the error that a user is shown where the device has no room for the cache.
+        announced: tells whether the other ranks of this replica (tensor parallelism) know of an exception already.
+        explained: makes the error that a user is shown if the device has no room for the cache.
 
     Attributes:
-        failure: what this rank has failed with.
-        pending_stop: why this rank wants all to stop, until its next message.
+        failure: the exception that this rank has failed with; None if it has not.
+        pending_stop: flags for this rank's next message: why all ranks should end the text.
     """
 
     def __init__(
@@ -40,21 +40,25 @@ class Failures:
 
     @property
     def computes(self) -> bool:
-        """The text takes part in passes: where it has failed it does so for the other ranks of its replica alone."""
+        """Whether this rank still computes the text's forward passes.
+
+        After a failure it does so only because the other ranks of its replica can't compute theirs without it.
+        """
         return not self.failure or self.context.replica.size > 1
 
     def attempt(self, work: Callable[[], T], in_any_case: bool = False) -> T | None:
-        """Do what may fail on this rank alone.
+        """Call a function; among ranks, keep its exception in `failure` instead of raising it.
 
         Args:
-            work: what to do.
-            in_any_case: also where this rank has failed before.
+            work: function to call. It is skipped if this rank has failed before and no replica needs it.
+            in_any_case: call it even then.
 
         Returns:
-            What the work returns; None where it failed, now or before.
+            The function's result; None if it failed or was skipped.
 
         Raises:
-            Exception: what the work raised, where there is no other rank, or where those of the replica don't know.
+            Exception: the function's exception, if there is no other rank, or if other ranks of the replica wait for
+                this one without knowing of it.
         """
         replica_computes = self.context.replica.size > 1  # whose ranks can't compute without this one
         try:
@@ -73,10 +77,10 @@ class Failures:
         return None
 
     def raise_failure(self) -> None:
-        """Raise what this rank has failed with, if it has.
+        """Raise the kept exception, if there is one, once the text has ended on all ranks.
 
         Raises:
-            BaseException: what it failed with.
+            BaseException: the exception that this rank has failed with.
         """
         if self.failure:
             try:

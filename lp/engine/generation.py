@@ -1,7 +1,9 @@
-"""One text that is generated: the state that every rank holds alike, and the decode step.
+"""The generation of one text: its state, which every rank holds alike, and its part of a decode step.
 
-A step is one tree of nodes with `c`, the last generated token, at its root. Its KV is not in the cache yet. Every rank
-grows and computes its own part of the tree, and learns the others' parts from their messages.
+A text is a prompt and the tokens that are generated behind it. A decode step computes a tree of nodes: draft tokens and
+window guesses, with `c` at the root. `c` is the newest token of the text, whose KV is not in the cache yet. Each rank
+grows and computes its own part of the tree, and learns the other parts from the messages of the other ranks.
+R: ranks that share the step, P: int64s of a message, n: sampled nodes, V: vocabulary.
 """
 
 from __future__ import annotations
@@ -47,11 +49,11 @@ T = TypeVar("T")
 
 
 class Beginning(NamedTuple):
-    """What a text begins with.
+    """The parts of a text's state that a decoder makes anew for each text; see `StepDecoder.begin`.
 
     Attributes:
-        source: proposes draft trees; made for this text.
-        budget: decides how many columns and draft tokens a step has.
+        source: proposes the draft tree of each step.
+        budget: decides how many window columns and draft tokens a step has.
     """
 
     source: DraftSource
@@ -59,15 +61,16 @@ class Beginning(NamedTuple):
 
 
 class StepPart(NamedTuple):
-    """What a text has in a step on this rank.
+    """This rank's part of a text's decode step, from `begin_step` to `end_step`.
 
     Attributes:
-        layout: the nodes.
-        header: what this rank's message begins with.
-        slices: the window's columns of every rank.
-        merges: whether nodes that repeat others share theirs; see `DraftTree`.
-        num_logits: top-k logits of every node.
-        plain: the step computes `c` alone: nothing is drafted or learned.
+        layout: the nodes that this rank computes.
+        header: first int64s of this rank's message.
+        slices: which columns of the lookahead window each rank computes.
+        merges: whether draft nodes that repeat a window node share that node; see `DraftTree.merge`.
+        num_logits: number of top-k logits that the message has of each node.
+        plain: whether the step computes one token, the newest of the text, as plain decoding does: it drafts nothing
+            and learns nothing.
     """
 
     layout: StepLayout
@@ -79,20 +82,21 @@ class StepPart(NamedTuple):
 
 
 class Generation:
-    """One text, on one rank.
+    """The state of one text while it is generated, on one rank, and the parts of its decode steps.
 
-    Text, window and draft source are the same on every rank, and changed only from gathered data. The KV cache, and the
-    accepted tokens that it lacks, are the rank's own.
+    Token ids, lookahead window and draft source are equal on all ranks, since they change only by gathered messages.
+    Each rank has its own KV cache, which may lack accepted tokens that other ranks computed: the rank computes those
+    catch-up tokens in its next step.
 
     Args:
-        config: shape and policies.
-        context: the ranks.
-        runner: runs the forward pass of a step.
+        config: shape of a step, and the parts of the method that are switched off.
+        context: who this rank is, and which ranks share its steps.
+        runner: computes the forward passes.
         source, budget: see `Beginning`.
         request: the checked call.
-        cache: has at least `cache_slots` slots; it is empty, or has the first tokens of the prompt.
-        merges_late: let the source learn a part of a step while the next one is computed, if it can.
-        timer: splits the time of steps into forward passes, all-gathers and the host.
+        cache: KV cache of at least `cache_slots` slots; empty, or with the first tokens of the prompt.
+        timer: splits the time of steps into forward passes, all-gathers and host work.
+        merges_late: let the draft source learn a part of each step while the device computes the next one.
     """
 
     def __init__(
@@ -125,12 +129,12 @@ class Generation:
         self.rounding = 0.0 if context.alone or bitwise else logit_rounding(runner.model, runner.kv_dtype)
         self.cache = cache
         self.catch_up: list[int] = []  # accepted tokens whose KV this rank lacks
-        self.catch_up_counts = np.zeros(context.steps.size, np.int64)  # how many every rank lacks
-        self._some_lack = False  # whether one of these is not 0
+        self.catch_up_counts = np.zeros(context.steps.size, np.int64)  # by rank, how many such tokens it lacks
+        self._some_lack = False  # whether any rank lacks some
         self._no_columns = WindowSlice(0, 0, config.ngram_size - 1)
         self.digest = chain_digest(0, request.prompt)
         self.num_digested = len(request.prompt)  # tokens of the text that are in the digest
-        self.last_tokens = 1  # of the largest rank's last step
+        self.last_tokens = 1  # step tokens in the last step, of the rank that had most
         self.timer = timer
         self.step_sampler = StepSampler(runner, request.sampler, context, self.message_shape)
         explained = partial(_explained, request, config, budget, runner.device)  # not a method, which would be a cycle
@@ -157,14 +161,18 @@ class Generation:
 
     @property
     def tokens(self) -> list[int]:
-        """Token ids that were generated so far."""
+        """Ids of the tokens generated so far, without the prompt."""
         return self.text[len(self.request.prompt) :]
 
     def output(self, reason: Stop, prefill_s: float, decode_s: float) -> GenerationOutput:
-        """What the text came to.
+        """The output of the text, which has ended.
+
+        Args:
+            reason: why it ended.
+            prefill_s, decode_s: seconds before its first decode step, and from there on.
 
         Raises:
-            BaseException: what a callback raised on this rank.
+            BaseException: an exception of this rank, such as one of the caller's callback.
         """
         self.failures.raise_failure()
         tokens = self.tokens[: self.delivery.num_kept]
@@ -173,10 +181,11 @@ class Generation:
         return output
 
     def capture_steps(self, capture: Callable[[int, Sequence[int]], None]) -> None:
-        """Before the first one, where steps are captured: those of all sizes that may come. Once for a model.
+        """Have CUDA graphs captured for all step sizes that this text may need, before its first step.
 
         Args:
-            capture: is given the tokens of the largest step, and how many top-k logits steps may take of every node.
+            capture: captures them; it is called with the number of tokens of the largest step, and the numbers of top-k
+                logits a node that steps may need, such as [0, 16].
         """
         largest = max(self.budget.step_tokens, self.budget.max_padded_tokens)
         kinds = sorted({0, self.num_logits})  # a plain step takes none
@@ -184,7 +193,10 @@ class Generation:
 
     @property
     def cached_everywhere(self) -> list[int]:
-        """The first tokens of the text, whose KV every rank has; none where some rank may have failed to compute it."""
+        """Ids of the text's first tokens whose KV every rank has, for reuse by later prompts.
+
+        Empty if some rank may have failed to compute them.
+        """
         known = self.context.alone or self.stats  # a message has told what failed before it
         if Stop.FAILED in self.delivery.stopped_by or not known:
             return []
@@ -192,10 +204,11 @@ class Generation:
         return self.text[: self.cache.length - missing]
 
     def tree_pass(self, part: StepPart, padded: bool) -> TreePass:
-        """What a pass computes of this text.
+        """The input of the forward pass for this text's part of a step: tokens, positions and visibility.
 
         Args:
-            padded: whether to pad the pass to the number of tokens that the budget names.
+            part: the text's part of the step on this rank.
+            padded: whether to pad it to a number of tokens that the budget finds faster.
         """
         layout = part.layout
         step = layout.step_tokens, layout.step_positions, layout.step_parents
@@ -212,12 +225,16 @@ class Generation:
     def own_message(
         self, part: StepPart, logits: torch.Tensor | None, failure: Exception | None, sampled: Sampled | None
     ) -> torch.Tensor:
-        """This rank's message (P,), without nodes if it fails.
+        """Sample this rank's nodes, and write its message; if that fails, the message tells the other ranks.
 
         Args:
-            logits: what the pass gave for the sampled nodes, (T, V); None where the text has failed before.
-            failure: why there are none.
-            sampled: what these nodes sampled, if they are sampled already.
+            part: the text's part of the step on this rank.
+            logits: logits of the sampled nodes, (n, V); None if the text has failed on this rank before.
+            failure: exception of the forward pass; None if it succeeded.
+            sampled: the sampled tokens, if the nodes were sampled along with those of other texts; else None.
+
+        Returns:
+            The message, int64 (P,), on the device of the logits.
         """
 
         def sample() -> torch.Tensor:
@@ -236,7 +253,11 @@ class Generation:
         return message
 
     def observe_step(self, part: StepPart) -> None:
-        """Tell the budget how long the last step took, which computed nothing but this part of this text."""
+        """Tell the token budget how long the last step took; only for a step that computed this text alone.
+
+        Args:
+            part: the text's part of that step.
+        """
         # Other processors, as a grammar's, take time of their own.
         if self.budget.learns and not self.delivery.stopped_by and self.request.sampler.prefix_free:
             # On a CPU, of one rank, this thread's own seconds, which other programs do not lengthen.
@@ -245,7 +266,7 @@ class Generation:
             self.budget.observe(0 if part.plain else self.last_tokens, seconds)
 
     def begin_step(self) -> StepPart:
-        """What this rank computes in the next step."""
+        """Decide what this rank computes in the next decode step: propose drafts, divide the window, lay out nodes."""
         self._cross_rope_boundary()
         if self.budget.idle and not self._some_lack:
             assert not self.catch_up
@@ -262,11 +283,14 @@ class Generation:
         return StepPart(layout, header, slices, share.draft.merge, self.num_logits, plain=False)
 
     def end_step(self, part: StepPart, messages: np.ndarray) -> Stop:
-        """Take in what all ranks computed; the reason to stop, or NONE.
+        """Finish a decode step: verify the draft tokens, commit the accepted ones, learn, and stream new tokens.
 
         Args:
-            part: what the text has in the step on this rank.
-            messages: int64 (R, P), of all ranks.
+            part: the text's part of the step on this rank.
+            messages: the messages of all ranks, int64 (R, P), on the host.
+
+        Returns:
+            Why the text ends with this step; Stop.NONE: it goes on.
         """
         stop, length = unpack(messages, self.trees, len(self.stats), self.rounding, self.context.steps.name_of)
         self.step_sampler.check_replicas(stop, len(self.stats))
@@ -285,7 +309,7 @@ class Generation:
         return self.delivery.deliver(self.tokens, step._replace(most_tokens=self.last_tokens))
 
     def _take_plain(self, token: int, layout: StepLayout) -> Stop:
-        """Take in what a plain step sampled."""
+        """Finish a plain step: add the one token that `c` sampled."""
         check_sampled(token, len(self.stats), layout.sampled_positions[0], self.request.sampler)
         self.request.sampler.record([0], [0])
         self.cache.commit([0])
@@ -299,7 +323,7 @@ class Generation:
         return len(self.stats) < self.config.ablation.warmup_steps
 
     def _cross_rope_boundary(self) -> None:
-        """Where the model's rotary frequencies change at `c`, compute the cache as plain decoding does there."""
+        """If the model's rotary frequencies change at `c`, compute the KV cache anew, as plain decoding does there."""
         if self.request.crosses(len(self.text) - 1):
             self.failures.attempt(lambda: self.runner.cross(self.text, self.cache, self.request.prefill_chunk))
             self.catch_up = []
@@ -307,14 +331,18 @@ class Generation:
             self._some_lack = False
 
     def _limit_at(self, position: int) -> int:
-        """Positions below it may be used by a step whose `c` is at this one: the same on every rank."""
+        """The first position that a step must not use, the same on every rank.
+
+        Args:
+            position: position of the step's `c`.
+        """
         limit = self.request.limit_at(position)
         if (depth := self.runner.backend.depth) is not None:  # behind what the rank has cached that lacks most
             limit = min(limit, position - int(self.catch_up_counts.max()) + depth + 1)
         return limit
 
     def _slice_window(self) -> WindowSlices:
-        """The window's columns of every rank, beside its catch-up tokens, as far as the context goes."""
+        """Divide the window's columns among ranks: a rank with catch-up tokens has room for fewer."""
         position = len(self.text) - 1
         room = self._limit_at(position) - position - (self.config.ngram_size - 2)
         columns = max(min(self.window.window_size, room), 0)
@@ -323,7 +351,7 @@ class Generation:
         return slice_window(columns, self.config.ngram_size, tuple(rooms.tolist()))
 
     def _propose(self, slices: WindowSlices) -> Share:
-        """This rank's share of the draft tree."""
+        """Let the draft source propose this rank's share of the draft tree."""
         rank = self.context.steps.rank
         base_tokens = self.catch_up_counts + slices.num_nodes
         own_tokens, largest = int(base_tokens[rank]), int(base_tokens.max())
@@ -357,23 +385,24 @@ class Generation:
         return layout
 
     def finish_learning(self) -> None:
-        """Let the source learn what it has yet to learn of the last step; also where this rank has failed since.
+        """Let the draft source learn the rest of the last step, which `merges_late` has put off.
 
-        All ranks completed that step, and a session's tables must stay the same on all.
+        It is called on a rank that has failed too: all ranks have completed that step, and the tables that a session
+        keeps must stay the same on all of them.
         """
         if self._merge:
             merge, self._merge = self._merge, None
             self.failures.attempt(merge, in_any_case=True)
 
     def finish(self) -> None:
-        """Let the source learn what it has yet to learn, and know that the text has ended; all ranks alike."""
+        """Let the draft source learn the rest of the last step, and tell it that the text has ended; on every rank."""
         self.finish_learning()
         prompt_tokens = len(self.request.prompt) - self.request.continued
         text = self.text[: len(self.request.prompt) + self.delivery.num_kept]
         self.failures.attempt(lambda: self.source.ended(text, prompt_tokens), in_any_case=True)
 
     def _header(self, common: DraftTree, slices: WindowSlices) -> Header:
-        """The beginning of this rank's message: what ranks must agree in before its tree is read."""
+        """The header of this rank's message, whose digest lets ranks compare their state before they read its tree."""
         if not self.context.alone:  # a single rank has none to differ from
             widths = slices.num_nodes.tolist()
             shape = [self.budget.step_tokens, *widths, *self.catch_up_counts.tolist()]
@@ -383,7 +412,7 @@ class Generation:
         return Header(self.digest, self.delivery.wanted_stop, self.delivery.num_kept)
 
     def _verify(self, layout: StepLayout) -> Outcome:
-        """Walk the union of all ranks' trees along what was sampled."""
+        """Walk from `c` through the union of all ranks' trees, as long as a child has the token that a node sampled."""
         outcome = self.union.walk(self.context.steps.rank, 0 if self._warming_up else self.union.num_nodes)
         position = len(self.text) - 1 + outcome.accepted
         check_sampled(outcome.tokens[-1], len(self.stats), position, self.request.sampler)
@@ -391,14 +420,14 @@ class Generation:
         return outcome
 
     def _record(self, outcome: Outcome) -> None:
-        """Tell the budget what the step's tokens came to."""
+        """Tell the token budget how many of the step's draft tokens were accepted."""
         self.last_tokens = int((np.asarray(self.trees.counts) + self.catch_up_counts).max())
         if self.budget.learns:
             drafts = DraftRecord(self.union.stated_probs(), outcome.expected, outcome.accepted_drafts)
             self.budget.record_step(outcome.tokens, self.last_tokens, drafts)
 
     def _commit(self, layout: StepLayout, outcome: Outcome) -> None:
-        """Add the accepted tokens to the text, and their KV, as far as this rank has it, to the cache."""
+        """Add the accepted tokens to the text, and to the cache the KV of those that this rank has computed."""
         accepted = [self.text[-1], *outcome.tokens[:-1]]  # the path's tokens
         self.text += outcome.tokens
         missing = len(layout.catch_up)
@@ -412,7 +441,10 @@ class Generation:
         self._some_lack = min(outcome.held) < len(accepted)
 
     def _broadcast_kv(self, computed: Sequence[int], outcome: Outcome) -> None:
-        """The rank that speaks for the end of the path computed all of it: it sends the KV to the others."""
+        """Send the KV of all accepted tokens to the ranks that lack some, for the ablation kv_sync=broadcast.
+
+        The rank that computed the last accepted node has computed its ancestors too: it sends.
+        """
         path = outcome.path[1:]
         padding = [0] * (len(path) + 1 - len(computed))
         flat = self.cache.pack([*computed, *padding][1:])
@@ -422,7 +454,7 @@ class Generation:
         self.cache.append(flat, len(path))
 
     def _learn(self, messages: np.ndarray, outcome: Outcome, slices: WindowSlices) -> None:
-        """Advance the window and show the draft source what the step sampled."""
+        """Advance the window, and let the draft source learn from the tokens that the step's nodes sampled."""
         last_level = _last_level(self.trees, slices)
         ngrams = self.window.ngrams(last_level)
         union = self.union
@@ -448,13 +480,13 @@ class Generation:
 def _explained(
     request: Request, config: LookaheadConfig, budget: Budget, device: torch.device, error: CacheTooLarge
 ) -> Exception:
-    """The error of a cache that the device has no room for, with what to lower."""
+    """The error for the user where the device has no room for a text's KV cache: says which settings to lower."""
     prompt = len(request.prompt)
     return too_large(error, config, budget, prompt, request.limit + 1 - prompt, device)
 
 
 def _last_level(trees: RankTrees, slices: WindowSlices) -> list[int]:
-    """The token that each column's last level sampled."""
+    """The tokens that the nodes of the window's last level sampled, one a column: they become its new level."""
     last_level: list[int] = []
     sampled = np.asarray(trees.sampled)
     for rank in slices.holders:

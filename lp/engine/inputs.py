@@ -1,4 +1,4 @@
-"""What a caller gives: a prompt and EOS as plain token ids, processors and criteria as lists."""
+"""Turns what a caller gives into plain lists: token ids of the prompt and of EOS, logits processors, criteria."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Eos = int | Iterable[int] | np.ndarray | torch.Tensor
 
 
 def check_model(model: Any) -> None:
-    """Refuse what is no model, such as the name of one.
+    """Refuse anything but a loaded model, such as a model's name.
 
     Raises:
-        UserError: names what was given and what gives a model.
+        UserError: names the value, and the calls that load a model.
     """
     if not isinstance(model, torch.nn.Module):
         raise UserError(
@@ -33,10 +33,18 @@ def check_model(model: Any) -> None:
 
 
 def prompt_ids(model: PreTrainedModel, input_ids: Prompt) -> list[int]:
-    """The token ids of a prompt (L,) or (1, L).
+    """Convert a prompt to a list of token ids, and check that the model can continue it.
+
+    Args:
+        model: the model.
+        input_ids: token ids, (L,) or (1, L).
+
+    Returns:
+        The L token ids.
 
     Raises:
-        ValueError: not one prompt of integers, empty, too long for the model's context, or not of its vocabulary.
+        ValueError: there are several prompts or none, values that are no integers or outside the vocabulary, or more
+            tokens than the model's context has room for.
     """
     if isinstance(input_ids, str | bytes | Mapping):
         raise UserError(f'input_ids is {input_ids!r}; give token ids, as in tokenizer(text)["input_ids"]')
@@ -65,10 +73,14 @@ def prompt_ids(model: PreTrainedModel, input_ids: Prompt) -> list[int]:
 
 
 def eos_ids(model: PreTrainedModel, eos_token_id: Eos | None) -> frozenset[int]:
-    """The token ids that end a text; None takes the model's.
+    """The set of token ids that end a text.
+
+    Args:
+        model: the model, whose generation config has its EOS.
+        eos_token_id: one id or several; None: the model's; an empty sequence: none.
 
     Raises:
-        ValueError: something else than integers.
+        ValueError: a value is no integer.
     """
     given = model.generation_config.eos_token_id if eos_token_id is None else eos_token_id
     ids = set[int]()
@@ -81,33 +93,33 @@ def eos_ids(model: PreTrainedModel, eos_token_id: Eos | None) -> frozenset[int]:
 
 
 def check_sampling(sampling: object) -> None:
-    """Refuse what is no SamplingParams, such as a temperature alone.
+    """Refuse anything but SamplingParams or None, such as a temperature alone.
 
     Raises:
-        ValueError: names it and what to give.
+        ValueError: names the value and what to give.
     """
     check_kind("sampling", sampling, (SamplingParams, type(None)), "lp.SamplingParams, or None for greedy")
 
 
 def listed_processors(logits_processor: Iterable[LogitsProcessor] | None) -> list[LogitsProcessor]:
-    """All of them; None is none, as in transformers.
+    """A caller's logits processors as a list; empty for None, as in transformers.
 
     Raises:
-        ValueError: it is no list, or has what can't be called.
+        ValueError: the argument is no list, or one of its elements can't be called.
     """
     return check_callables("logits_processor", logits_processor, "a list of transformers' logits processors")
 
 
 def listed_criteria(stopping_criteria: Iterable[StoppingCriteria] | None) -> list[StoppingCriteria]:
-    """All of them; None is none, as in transformers.
+    """A caller's stopping criteria as a list; empty for None, as in transformers.
 
     Raises:
-        ValueError: it is no list, or has what can't be called.
+        ValueError: the argument is no list, or one of its elements can't be called.
     """
     return check_callables("stopping_criteria", stopping_criteria, "a list of transformers' stopping criteria")
 
 
 def _elements(value: Any) -> list[Any] | None:
-    """Elements of a sequence, an array or a tensor, as plain numbers where it has them; None for a single value."""
+    """The elements of a sequence, array or tensor, as plain Python numbers; None if `value` is a lone value."""
     value = value.tolist() if hasattr(value, "tolist") else value
     return list(value) if isinstance(value, Iterable) and not isinstance(value, str | bytes) else None

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM end a text after the current step, as an exception that has what was generated."""
+"""SIGINT and SIGTERM end a text after the current decode step, with an exception that has the tokens so far."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 class Interrupted(KeyboardInterrupt):
-    """SIGINT or SIGTERM came while a text was generated; or, among ranks, another rank got one or failed.
+    """Raised by `generate` after SIGINT or SIGTERM, with the tokens so far; among ranks, also if another rank stopped.
 
     Attributes:
-        output: the text up to the end of a step, already given to `on_tokens`. Its `finish_reason` is "interrupted",
-            or another one where the text ended with that step.
-        signal: number of the signal that this rank got; 0 for none, where it stopped because another rank did.
-        finished: outputs of a batch's sequences that were done.
-        outputs: outputs of all sequences of a batch, in their order, as far as they are.
+        output: the tokens up to the end of a decode step, which `on_tokens` has had already. Its `finish_reason` is
+            "interrupted", or another one if the text ended with that very step.
+        signal: number of the signal that this rank got; 0: it got none, and stopped because another rank did.
+        finished: the complete outputs, if it is a batch.
+        outputs: the outputs of all prompts of a batch in their order, with the tokens so far.
     """
 
     def __init__(self, output: GenerationOutput, signal: int) -> None:
@@ -36,22 +36,29 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Terminated(KeyboardInterrupt):
-    """This process was asked to end: by SIGTERM, or by another rank that was."""
+    """Raised, as Ctrl-C raises KeyboardInterrupt, where SIGTERM asked this process or another rank to end."""
 
 
 def interruption(number: int) -> KeyboardInterrupt:
-    """What to raise where there is no text to return, given the signal that this process got, 0 for none."""
+    """The exception to raise after a signal where there is no text to return.
+
+    Args:
+        number: the signal that this process got; 0: another rank got it.
+
+    Returns:
+        KeyboardInterrupt for SIGINT, else Terminated.
+    """
     return KeyboardInterrupt() if number == signal.SIGINT else Terminated()
 
 
 def asked_to_end(error: KeyboardInterrupt) -> bool:
-    """Whether it is due to SIGTERM or to another rank, and not to Ctrl-C."""
+    """Whether an interruption comes from SIGTERM or from another rank, and not from Ctrl-C in this process."""
     return isinstance(error, Terminated) or (isinstance(error, Interrupted) and error.signal != signal.SIGINT)
 
 
 @contextlib.contextmanager
 def sigterm_raises() -> Iterator[None]:
-    """While entered, SIGTERM raises Terminated as SIGINT does KeyboardInterrupt; in `generate` both are deferred."""
+    """While entered, SIGTERM raises Terminated, so that `finally` blocks run; `generate` defers it to a step's end."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise Terminated
@@ -64,30 +71,30 @@ def sigterm_raises() -> Iterator[None]:
 
 
 class DeferredSignals:
-    """While entered, the first SIGINT or SIGTERM sets `requested`; a second one of its kind acts as it did before.
+    """While entered, holds SIGINT and SIGTERM back, so that a decode step can finish: the first one sets `requested`.
 
-    Outside the main thread, where Python allows no handlers, signals act as usual; those that are ignored stay so, and
-    so do those whose handler is not Python's, which could not be put back. It may be entered again within itself, which
-    changes nothing.
+    A second signal of the same number acts as it would without this object. Signals act as usual outside the main
+    thread, where Python allows no handlers. A signal that is ignored stays ignored, and one whose handler was not set
+    from Python keeps it, since Python could not restore it. Entering it again while it is entered changes nothing.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
     def __init__(self) -> None:
-        self.received = 0  # the number of the first one
+        self.received = 0  # number of the first signal; 0 for none
         self._before: dict[int, object] = {}
         self._outermost: list[bool] = []  # by entry
 
     @property
     def requested(self) -> bool:
-        """Whether a signal has come, and the step's end is to raise it."""
+        """Whether SIGINT or SIGTERM has come and not been taken (`take`): the texts end with this step."""
         return bool(self.received)
 
     def begin_step(self) -> None:
-        """Called as a step begins. These signals end the texts of the step in which they come, so nothing is to do."""
+        """Called as a step begins; nothing to do here, since a signal ends the texts of the step in which it comes."""
 
     def take(self) -> int:
-        """The number of the signal that has come, 0 for none; it counts no more."""
+        """Return the number of the signal that has come, 0 for none, and forget it."""
         received, self.received = self.received, 0
         return received
 
@@ -121,19 +128,22 @@ class DeferredSignals:
 
 
 class SignalsOfSteps(DeferredSignals):
-    """Signals for texts that take steps together: one that comes within a step ends none of them before the next."""
+    """Deferred signals for texts that share steps: a signal takes effect when the next step begins, for all of them.
+
+    Otherwise a signal within a step could end some of its texts and not the others.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._requested = False
 
     def begin_step(self) -> None:
-        """Take note of signals that have come: they end the texts of the step that begins."""
+        """Let a signal that has come by now end the texts of the step that begins."""
         self._requested = bool(self.received)
 
     @property
     def requested(self) -> bool:
-        """Whether one had come when the step began."""
+        """Whether SIGINT or SIGTERM had come when the current step began: its texts end with it."""
         return self._requested
 
     def take(self) -> int:

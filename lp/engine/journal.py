@@ -1,12 +1,13 @@
-"""What was generated so far, in a file of JSON lines, so that a restarted process goes on where the last one ended.
+"""A journal: a file of JSON lines with the tokens generated so far, so that a restarted process goes on behind them.
 
     {"text": "1f0c...", "seed": 7, "kept": 0}     a text begins, or goes on behind its first `kept` tokens
     {"t": [312, 9]}                               a step's tokens
     {"end": "length"}                             it ended, and why
 
-Lines are of the text that was named last; in a batch, whose texts take steps together, they name their own with "of".
-The name of a text is a digest of all that it depends on. Rank 0 writes, one line a write, which outlives the process
-but not the machine (there is no fsync); all ranks get what it read.
+A text is a prompt and the tokens that are generated behind it. Its name is a digest of everything that its tokens
+depend on: model, prompt and settings. A line belongs to the text that was named last; in a batch, whose texts share
+steps, a line names its text with "of". Rank 0 writes the file and reads it for all ranks. Each line is one write,
+which outlives the process but not a crash of the machine (there is no fsync).
 """
 
 from __future__ import annotations
@@ -49,17 +50,24 @@ from lp.sampling.params import SamplingParams, Verifier
 from lp.sampling.processors import plain_settings
 
 HEX = re.compile(rb"[0-9a-f]")
-# How lines begin, with a 0 for each character that may be a hexadecimal digit, and what else they are made of.
+# How the three kinds of lines begin, with a 0 for each character that may be a hexadecimal digit; and all characters
+# that a line may have.
 STARTS = tuple(HEX.sub(b"0", start) for start in (b'{"text":"0123456789abcdef","seed":', b'{"t":[', b'{"end":"'))
 IN_LINES = re.compile(rb'[a-z0-9_{}\[\]":,]*')
-NAMED = ("input_ids", "max_new_tokens", "sampling", "on_tokens")  # of a call; the others are options
-OF_ALL_TOKENS = ("output_scores", "output_logits")  # which the file does not have
+NAMED = ("input_ids", "max_new_tokens", "sampling", "on_tokens")  # arguments of a call that are not options
+OF_ALL_TOKENS = ("output_scores", "output_logits")  # refused: the file has no logits of earlier tokens
 OBJECTS = ("logits_processor", "stopping_criteria")  # whose settings are their attributes
 
 
 @dataclass
 class Record:
-    """A text as far as the file has it."""
+    """The part of a text that the journal's file has.
+
+    Attributes:
+        seed: seed that the text is sampled with; None for a greedy text.
+        tokens: ids of the tokens generated so far.
+        end: finish reason; None while the text has not ended.
+    """
 
     seed: int | None = None
     tokens: list[int] = field(default_factory=list)
@@ -68,13 +76,13 @@ class Record:
 
 @dataclass
 class _Text:
-    """A text that is generated now.
+    """A text that this process generates or completes.
 
     Attributes:
-        name: the text's name in the file.
-        record: what the file had.
-        done: the tokens that it goes on behind.
-        call: the arguments of `Decoder.generate`, for what is left of it.
+        name: the text's name in the file, a digest.
+        record: the part of the text that the file has.
+        done: ids of the generated tokens that are taken from the file.
+        call: keyword arguments of `Decoder.generate` for the rest of the text.
     """
 
     name: str
@@ -83,23 +91,25 @@ class _Text:
     call: dict[str, Any]
 
     def whole(self) -> GenerationOutput:
-        """The output of a text that had ended."""
+        """The output of a text that the file has to its end."""
         return GenerationOutput(list(self.done), self.record.end or "", [], resumed=len(self.done))
 
 
 class Journal:
-    """Texts of greedy or coupled decoding, which a restart can go on with and give what an undisturbed run gives.
+    """Generates like a decoder, and keeps the tokens in a file: after a restart, the same call goes on behind them.
 
-    Logits processors and criteria are told apart by their classes and by attributes that are plain values or arrays.
-    Where they differ in other objects alone, as in a function, give each a journal of its own.
+    The whole text is that of an undisturbed run; it must be greedy or sampled with coupled noise. The file finds a text
+    by all settings of the call. Of logits processors and criteria it compares classes and those attributes that are
+    plain values or arrays: if two calls differ only in other attributes, such as a function, use two journals.
 
     Args:
-        path: the file, which is made, or read and added to; by one process at a time.
-        context: the ranks.
-        fixed_weights: no model's weights change while it is open; they are read once then, not for every call.
+        path: the file, which is created, or read and appended to. One process at a time may open it.
+        context: the ranks of the job.
+        fixed_weights: promise that models' weights don't change while the journal is open, so that their digest is
+            computed once and not for each call.
 
     Raises:
-        ValueError: it cannot be read or written, is no journal, or another process writes it.
+        ValueError: the file cannot be read or written, is no journal, or is open in another process.
     """
 
     def __init__(self, path: str | Path, context: ParallelContext, fixed_weights: bool = False) -> None:
@@ -107,7 +117,7 @@ class Journal:
         self._fixed_weights = fixed_weights
         self._models: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()  # an id may be that of one before
         self._file: FileIO | None = None
-        self._named = ""  # the text that the next line is of, if it names none
+        self._named = ""  # name of the text that lines without "of" belong to now
         content = context.share_text(self._opened() if context.is_main else None, "opening a journal")
         assert content is not None
         records = json.loads(content)
@@ -117,7 +127,7 @@ class Journal:
 
     @property
     def seed(self) -> int | None:
-        """Seed of the first text that was sampled; None if there is none."""
+        """Seed of the file's first sampled text, to give further texts the same; None if no text is sampled."""
         return next((record.seed for record in self.records.values() if record.seed is not None), None)
 
     def generate(
@@ -130,22 +140,23 @@ class Journal:
         on_tokens: OnTokens | None = None,
         **options: Any,
     ) -> GenerationOutput:
-        """`decoder.generate`, or what is left of it; what the file had is given to `on_tokens` in one piece.
+        """Call `decoder.generate`, or only for the rest of the text if the file has its first tokens.
 
-        Of a model whose rotary frequencies change with the length of the text, a text that had not ended begins anew.
+        `on_tokens` gets the tokens of the file in one call, as step 0. An unfinished text begins anew if the model
+        can't resume one exactly (`resumable`).
 
         Args:
-            decoder, ids, max_new_tokens, sampling, on_tokens, options: see `Decoder.generate`; a seed of None is the
-                one that the file has for this text.
+            decoder, ids, max_new_tokens, sampling, on_tokens, options: see `Decoder.generate`. Without a seed, the
+                text gets the seed that the file has for it, or a drawn one.
 
         Returns:
-            GenerationOutput of the whole text; `resumed` of its tokens are from the file, and its steps and times are
-            of the others.
+            The output of the whole text. `resumed` says how many tokens came from the file; steps and times are those
+            of the other tokens.
 
         Raises:
-            Interrupted: as in Decoder.generate, with the whole text; the next call goes on behind it.
-            ValueError: rejection sampling, whose text no restart can repeat; a grammar, which begins with the text; or
-                scores, which would be of a part of the tokens.
+            Interrupted: as in `Decoder.generate`, with the whole text so far; the same call later goes on behind it.
+            ValueError: as in `Decoder.generate`; also for rejection sampling, whose draws can't be repeated, a grammar,
+                which can't begin within a text, and scores or logits, which the file does not have.
         """
         call = {**options, "input_ids": ids, "max_new_tokens": max_new_tokens, "sampling": sampling}
         text = self._begin(decoder, self._model_name(decoder.model), {**call, "on_tokens": on_tokens})
@@ -169,17 +180,17 @@ class Journal:
         max_sequences: int = MAX_SEQUENCES,
         **options: Any,
     ) -> list[GenerationOutput]:
-        """`decoder.generate_batch`, or what is left of it: each text goes on, or not, as in `generate`.
+        """Call `decoder.generate_batch`, for each prompt only for the rest of the text that the file does not have.
 
         Args:
             decoder, inputs, max_new_tokens, sampling, on_tokens, max_sequences, options: see
-                `BatchDecoder.generate_batch`.
+                `BatchDecoder.generate_batch`, with seeds as in `generate` here.
 
         Returns:
-            The outputs, in the order of the prompts, as of `generate`.
+            The outputs of the whole texts, in the order of the prompts; see `generate`.
 
         Raises:
-            Interrupted: as in BatchDecoder.generate_batch, with the whole texts.
+            Interrupted: as in `BatchDecoder.generate_batch`, with the whole texts so far.
             ValueError: as in `generate`.
         """
         calls = calls_of_batch(inputs, max_new_tokens, sampling, on_tokens, options)
@@ -205,12 +216,12 @@ class Journal:
         return name
 
     def _begin(self, decoder: Decoder, model: str, call: dict[str, Any]) -> _Text:
-        """Check a call and find its text in the journal: what is there already, and what is left to generate.
+        """Check a call, and find which part of its text is in the file and which is left to generate.
 
         Args:
             decoder: decoder that generates the text.
-            model: name of the decoder's model, as `model_name` gives it.
-            call: the arguments of `decoder.generate`.
+            model: name of the decoder's model, from `model_name`.
+            call: keyword arguments of `decoder.generate`.
         """
         sampling: SamplingParams | None = call["sampling"]
         check_sampling(sampling)
@@ -268,7 +279,7 @@ class Journal:
         return _Text(name, record, list(done), {**call, **left, "on_tokens": callback})
 
     def _ended(self, text: _Text, output: GenerationOutput) -> GenerationOutput:
-        """Make the output the whole text's, and note its end, if it has come."""
+        """Put the tokens of the file in front of an output's, and write the end of the text if it has ended."""
         output.tokens, output.resumed = [*text.done, *output.tokens], len(text.done)
         text.record.tokens = list(output.tokens)
         if not output.could_go_on:
@@ -277,7 +288,10 @@ class Journal:
         return output
 
     def _opened(self) -> str:
-        """What the file holds, as JSON for all ranks; from here on it ends with a whole line."""
+        """Open and lock the file; return its records as JSON for all ranks, or {"error": why it can't be used}.
+
+        A last line that was cut off is removed, so that the file ends with a whole line.
+        """
         try:
             self._file = open(self.path, "ab+", buffering=0)  # noqa: SIM115 - for as long as the run lasts
             if not _locked(self._file):  # lines of two processes would be taken for each other's
@@ -288,7 +302,7 @@ class Journal:
             if not _begins_line(cut):
                 raise UserError("ends with what no journal has")
             records = _read(lines)
-            if cut:  # of a line that was written last; not before the others are known to be a journal's
+            if cut:  # the last line was not written completely; removed only now that the file is known for a journal
                 self._file.truncate(self._file.tell() - len(cut))
             return json.dumps({name: asdict(record) for name, record in records.items()})
         except OSError as error:
@@ -298,7 +312,7 @@ class Journal:
         return json.dumps({"error": f"journal {self.path} {reason}"})
 
     def _write_of(self, name: str, line: dict[str, Any]) -> None:
-        """Append a line of this text to the file."""
+        """Append a line to the file, with the text's name if the last line was another text's."""
         self._write(line if name == self._named else {**line, "of": name})
         self._named = name
 
@@ -315,11 +329,14 @@ class Journal:
 
 
 def model_name(model: PreTrainedModel, context: ParallelContext) -> str:
-    """A digest of a model, of which each rank may have a part; the same on all ranks, which call this together.
+    """Name a model by digests of its config and weights, so that a journal goes on with the same model only.
+
+    All ranks call it together and get the same name, however many they are; under tensor parallelism each digests its
+    own part.
 
     Args:
-        model: this rank's model, or its part of one.
-        context: the ranks; how many of them share steps changes nothing.
+        model: this rank's model, or its part of the model.
+        context: the ranks of the job.
     """
     digests = exchange(context.ranks, "naming a model", [*model_digests(model).values()]).tolist()
     return json.dumps(sorted({tuple(each) for each in digests}))
@@ -328,25 +345,25 @@ def model_name(model: PreTrainedModel, context: ParallelContext) -> str:
 def _text_name(
     model: str, ids: Sequence[int], new: int, sampling: SamplingParams | None, options: dict[str, Any]
 ) -> str:
-    """A digest of the model and of what was asked; neither of W, N, G nor of ranks, which change no text."""
+    """The name of a text: a digest of the model and of the call, without W, N, G and ranks, which change no token."""
     settings = [plain_settings(vars(each)) for key in OBJECTS for each in options[key]]
     asked = sorted((key, repr(plain_settings(value))) for key, value in options.items())
     return f"{text_digest(repr((model, list(ids), new, sampling and asdict(sampling), settings, asked))):016x}"
 
 
 def resumable(model: PreTrainedModel) -> bool:
-    """Whether a text goes on as it would have where its first tokens are given as a part of the prompt.
+    """Whether a text can be resumed exactly, with its generated tokens as the end of a longer prompt.
 
-    Not those of models that would compute them otherwise then: with rotary frequencies that depend on the text's
-    length, or recurrent layers that take a prompt in parts of a certain size.
+    It can't if the model computes prompt tokens otherwise than generated ones: if rotary frequencies depend on the
+    length of the text, or if recurrent layers take a prompt in parts of a certain size.
     """
     return not (rope_boundary(model.config.get_text_config()) or limits_prompt(model))
 
 
 def _locked(file: FileIO) -> bool:
-    """Take the file's lock; False where another process has it.
+    """Lock the file for this process; False: another process has the lock.
 
-    This process loses the lock when it closes the file, even one that other code has opened and closed meanwhile.
+    The lock is lost as soon as any code of this process closes the file, even through another handle.
     """
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -356,7 +373,7 @@ def _locked(file: FileIO) -> bool:
 
 
 def _begins_line(cut: bytes) -> bool:
-    """Whether this may be a line of a journal that was cut off, and nothing that somebody else has written."""
+    """Whether bytes can be the beginning of a journal's line, so that a file of somebody else is left alone."""
     masked = HEX.sub(b"0", cut)
     begins = any(start.startswith(masked[: len(start)]) for start in STARTS)
     return begins and IN_LINES.fullmatch(cut) is not None

@@ -1,4 +1,4 @@
-"""The lookahead decoder: texts of `lp.engine.generation`, over any registered draft source."""
+"""The lookahead decoder: decode steps of `lp.engine.generation`, with draft tokens of any registered draft source."""
 
 from __future__ import annotations
 
@@ -45,34 +45,36 @@ MEASURE = "measure"  # for `step_times`
 
 
 class LookaheadDecoder(BatchDecoder):
-    """Exact decoding in fewer steps (arXiv 2402.02057), with the draft source that the config is of.
+    """Decodes in fewer steps than plain decoding, with the same tokens: lookahead decoding (arXiv 2402.02057).
+
+    Each step verifies draft tokens along with the next token; the class of `config` decides where drafts come from.
 
     Args:
         model: an HF causal LM, loaded and on its device.
-        config: LookaheadConfig, or that of another registered draft source, such as PromptLookupConfig; None is
-            LookaheadConfig(), whose steps take what pays on this machine.
+        config: LookaheadConfig, or the config of another registered draft source, such as PromptLookupConfig. None is
+            LookaheadConfig(), which chooses the tokens of each step by what pays on this machine.
         context: the ranks to share each step with; None is this process alone.
-        attention: "auto", or a backend's name: "sdpa", "eager", "flash", "flex", "by_position"; the model itself stays
-            as it was loaded.
-        capture: "auto", "off", "graph" or "compile": whether steps have a few fixed shapes whose kernels are replayed.
-        step_times: step times for an adaptive config; None takes those that the user's cache folder has, or begins with
-            a guess by one layer, and corrects them by the steps of every text; "measure" begins anew, whatever is
-            known.
-        exact: "auto", "tokens" or "bitwise": whether logits are plain decoding's up to rounding, or bit for bit
-            (`lp.models.bitwise` has what that takes).
-        kv_dtype: "auto", "int8" or "fp8": what the cache holds keys and values as; auto is the model's dtype. The
-            others take one byte a value and 4 bytes for each head and token; tokens are those of plain decoding with
-            the same `kv_dtype`.
+        attention: attention backend of the steps: "auto", "sdpa", "eager", "flash", "flex" or "by_position". The model
+            itself stays as it was loaded.
+        capture: how steps are launched: "graph" replays CUDA graphs of a few fixed step sizes, "compile" does so with
+            torch.compile, "off" runs the model's operations one by one; "auto" is "graph" on a GPU, else "off".
+        step_times: how long steps take, for an adaptive config. None: the times in the user's cache folder, or a first
+            guess from timing one layer; the steps of every text then correct them. "measure": ignore the folder and
+            begin with the guess. StepTimes: use these, and don't correct them.
+        exact: "tokens": logits are plain decoding's up to rounding. "bitwise": they are equal bit for bit, at a cost
+            (`lp.models.bitwise`). "auto" is "tokens".
+        kv_dtype: how the cache stores keys and values: "auto" in the model's dtype, "int8" or "fp8" in one byte a value
+            and 4 bytes for each head and token. Tokens are those of plain decoding with the same `kv_dtype`.
 
     Attributes:
-        settings: the config as it was given, which ranks must agree on.
-        config: the shape of its steps.
-        merges_late: what a step sampled is merged into the draft source's memory while the next one is computed: where
-            the model is on a device that runs beside the host.
+        settings: the config as it was given; ranks compare it.
+        config: the shape of the steps, as a LookaheadConfig, whatever class `settings` has.
+        merges_late: whether the draft source learns from a step while the device computes the next one: True on a GPU,
+            which computes beside the host.
 
     Raises:
-        ValueError: a model whose architecture or attention takes no tree mask, or whose steps can't be captured; a
-            config of no draft source, or of one that can't be used here.
+        ValueError: the model's architecture or attention takes no tree mask, its steps can't be captured as asked, or
+            the config belongs to no registered draft source, or to one that can't be used here.
         torch.OutOfMemoryError: the device is full; says what to lower.
     """
 
@@ -114,10 +116,10 @@ class LookaheadDecoder(BatchDecoder):
             FixedBudget(self.config, self.context.steps.size)  # refused now, not when a text is there
 
     def _within_widths(self, config: LookaheadConfig) -> LookaheadConfig:
-        """The config, with a lower G where `exact=bitwise` has passes of fewer tokens than an adaptive step may take.
+        """Fit a config to the largest forward pass of `exact=bitwise`: lower G if the config is adaptive.
 
         Raises:
-            ValueError: a fixed step has more tokens than such a pass.
+            ValueError: steps of a fixed config have more tokens than that pass.
         """
         widths = self.runner.widths
         if config.adaptive and widths and (beyond := step_tokens(config) - widths[-1]) > 0:
@@ -127,14 +129,15 @@ class LookaheadDecoder(BatchDecoder):
         return config
 
     def budget(self, source: DraftSource, temperature: float = 0.0, texts: int = 1) -> Budget:
-        """What steps take, made anew for every call.
+        """Make the token budget of one text, which decides how many tokens each of its steps computes.
 
-        Ranks divide a fixed budget where the source grows each one's share. A source that does not may propose a path,
-        which cannot be divided: there every rank may have as many tokens as one alone.
+        Ranks divide a fixed budget if the draft source grows a share for each rank. Another source may propose a single
+        path, which can't be divided: every rank then has the budget of one rank alone.
 
         Args:
             source: the text's draft source.
-            temperature: temperature of sampling from the whole vocabulary, 0 if there is none.
+            temperature: temperature of sampling from the whole vocabulary; 0 if the text is greedy, or if warpers leave
+                tokens out.
             texts: most texts that a step may compute together.
         """
         if self.step_times is None:
@@ -144,7 +147,7 @@ class LookaheadDecoder(BatchDecoder):
         return AdaptiveBudget(self.config, times, self.context.steps.size, temperature, texts, clock)
 
     def explain(self) -> str:
-        """What steps may take, what they cost, and what those of the last text took: two lines."""
+        """Describe in two lines how large steps may be, what they cost, and how large those of the last text were."""
         origin = self._step_times.origin if self._step_times else ""
         return f"{describe_budget(self.config, self.step_times)}{origin}\n{describe_steps(self._last)}"
 
@@ -153,22 +156,25 @@ class LookaheadDecoder(BatchDecoder):
 
     @property
     def step_times(self) -> StepTimes | None:
-        """Step times of an adaptive config, as far as they are known; None for a fixed budget."""
+        """Step times that an adaptive config decides by, as they are known now; None for a fixed budget."""
         return self._step_times.times if self._step_times else None
 
     @property
     def attention(self) -> str:
-        """The name of the backend that the runner took."""
+        """Name of the attention backend in use, such as "flash", whichever "auto" has chosen."""
         return self.runner.attention
 
     @property
     def span(self) -> int:
-        """Window and draft tree, whichever goes further."""
+        """Most positions that the tokens sampled in one step may span; the sampler keeps noise for as many."""
         return step_tokens(self.config)
 
     @property
     def noisy_guesses(self) -> bool:
-        """Whether window nodes that no walk can reach are sampled under the noise too; an ablation turns it off."""
+        """Whether window guesses that can't be accepted in their step are sampled under noise as accepted ones are.
+
+        False only in the ablation `window_noise=False`.
+        """
         return self.config.ablation.window_noise
 
     @property
@@ -176,7 +182,11 @@ class LookaheadDecoder(BatchDecoder):
         return getattr(self.model.config, "_name_or_path", None) or ""
 
     def source(self, request: Request) -> DraftSource:
-        """What proposes draft tokens in one call."""
+        """Make the draft source of one text, which proposes its draft tokens.
+
+        Args:
+            request: the checked call.
+        """
         call = Call(
             **self._known(request.kept_for),
             prompt=request.prompt,
@@ -189,7 +199,7 @@ class LookaheadDecoder(BatchDecoder):
         return self.factory.new_source(call)
 
     def _asked(self, request: Request) -> dict[str, int]:
-        """Digests of what ranks must agree on, by name."""
+        """Digests of everything about a call that must be equal on all ranks, by the name that an error says."""
         asked = {item.name: getattr(self.settings, item.name) for item in fields(self.settings)}
         asked |= {"max_new_tokens": request.max_new_tokens, **request.stopping.settings, **request.sampler.settings}
         asked |= {
@@ -211,19 +221,19 @@ class LookaheadDecoder(BatchDecoder):
         return {"prompt": chain_digest(0, request.prompt), **digests}
 
     def open_for(self, owner: str) -> None:
-        """Open what is kept of an owner's texts, a session's pool and a history, so that no text waits for it.
+        """Open the files with an owner's session pool and history now, so that the owner's first text need not wait.
 
         Args:
-            owner: the owner that `generate` is given, equal on all ranks.
+            owner: `owner` of the `generate` calls to come, equal on all ranks; "" is their default.
 
         Raises:
-            ValueError: a file that can't be used, or that differs among ranks.
+            ValueError: a file can't be used, or it differs among ranks.
         """
         digests = self.factory.digests(CallInfo(**self._known(owner)))
         check_same(self.context.ranks, "opening what is kept of texts", digests)
 
     def _known(self, owner: str | None) -> dict[str, Any]:
-        """The fields of CallInfo."""
+        """The fields of `CallInfo`, which tell the draft source's factory about a call, by name."""
         return {
             "vocabulary_size": vocabulary_size(self.model),
             "model_folder": self._model_folder,
@@ -235,7 +245,7 @@ class LookaheadDecoder(BatchDecoder):
 
     @property
     def most_step_tokens(self) -> int:
-        """Most tokens that one rank computes of one text in a step, with padding."""
+        """Most tokens that a step of one text may have on a rank, padding included."""
         own = self.step_times.max_tokens if self.step_times else step_tokens(self.config)
         return own + self.runner.most_padding
 

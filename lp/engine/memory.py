@@ -1,4 +1,4 @@
-"""Errors of memory that name a remedy: a KV cache that does not fit its device, and a device that is full in a step."""
+"""Out-of-memory errors that say what to lower: for a KV cache that does not fit, and for a device that is full."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ REMEDY = (
 
 
 def with_remedy(error: BaseException) -> BaseException:
-    """A device's out-of-memory error with what to lower; any other error as it is."""
+    """Add to a device's out-of-memory error which settings to lower; any other error is returned as it is."""
     if not isinstance(error, torch.OutOfMemoryError) or REMEDY in str(error):
         return error
     explained = torch.OutOfMemoryError(f"{error}; {REMEDY}")
@@ -34,7 +34,7 @@ def with_remedy(error: BaseException) -> BaseException:
 
 @contextmanager
 def remedy_named() -> Iterator[None]:
-    """An out-of-memory error that leaves the block has the remedy."""
+    """While entered, an out-of-memory error that leaves the block gets a message that says what to lower."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -51,12 +51,12 @@ def too_large(
     new_tokens: int,
     device: torch.device,
 ) -> ValueError:
-    """The error for the user: needed and free memory, and a smaller shape or length that fits.
+    """The error for a user whose KV cache does not fit: needed and free memory, and W, G or a length that would fit.
 
     Args:
-        error: what the cache raised.
-        config, budget: shape and budget of the generation.
-        prompt_tokens, new_tokens: how many tokens the prompt has, and how many were to be generated.
+        error: the cache's error, which has the bytes that it needs.
+        config, budget: shape and token budget of the steps.
+        prompt_tokens, new_tokens: tokens of the prompt, and tokens that were to be generated.
         device: device that the cache was to be on.
     """
     free = free_bytes(device)
@@ -76,7 +76,7 @@ def too_large(
 def _remedies(
     cache_slots: int, config: LookaheadConfig, budget: Budget, prompt_tokens: int, new_tokens: int
 ) -> list[str]:
-    """Smaller settings whose prefix and step together need no more than so many cache slots."""
+    """Smaller settings that fit in `cache_slots` slots, as phrases such as "W=8 G=52 would fit"; [] if none does."""
     remedies = []
     smaller = config
     while smaller.window_size + smaller.guess_set_size and (

@@ -1,4 +1,4 @@
-"""What a `generate` call returns, and what each of its steps took."""
+"""The result of a `generate` call, with statistics and times of its decode steps."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class _Part:
 
 
 class StepTimer:
-    """Splits the time of a step: in the model, in collectives, and on the host, which is all that is left.
+    """Measures how a decode step's time divides into the model, the collectives, and host work, which is the rest.
 
     Attributes:
-        forward, exchange: entered around the model and around the collectives.
-        callback: entered around the user's own code, whose time is not the step's.
+        forward, exchange: context managers to enter around the model and around the collectives.
+        callback: context manager to enter around the user's own code, whose time does not count as the step's.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class StepTimer:
         self._thread_started = THREAD_CLOCK()
 
     def restart(self) -> float:
-        """Seconds since the start or the last restart; the parts begin anew."""
+        """Set all times back to 0 for the next step, and return the seconds since the start or the last restart."""
         now = time.perf_counter()
         elapsed_s = now - self._started
         self._started = now
@@ -52,33 +52,39 @@ class StepTimer:
         return elapsed_s
 
     def thread_s(self) -> float:
-        """Seconds of this thread's processor since the start or the last restart."""
+        """CPU seconds of this thread since the start or the last restart; other programs do not lengthen them."""
         return THREAD_CLOCK() - self._thread_started
 
     def count_as_exchange(self, seconds: float) -> None:
-        """Count seconds in the model as the exchange's: a GPU's queue holds both, and the host waits once."""
+        """Move seconds from the model's time to the exchange's.
+
+        On a GPU both run in one queue, and the host waits for it once, within `forward`.
+
+        Args:
+            seconds: how long the exchange took.
+        """
         self.forward.total_s -= seconds
         self.exchange.total_s += seconds
 
     def seconds(self) -> tuple[float, float, float]:
-        """Seconds of the step so far: in the model, in collectives, and on the host."""
+        """Seconds of the current step so far, callbacks left out: (in the model, in collectives, on the host)."""
         forward_s, exchange_s = self.forward.total_s, self.exchange.total_s
         host_s = time.perf_counter() - self._started - forward_s - exchange_s - self.callback.total_s
         return forward_s, exchange_s, host_s
 
 
 class StepStats(NamedTuple):
-    """One decode step on this rank.
+    """Statistics of one decode step on this rank, in `GenerationOutput.step_stats`.
 
     Attributes:
-        num_tokens: tokens this rank computed.
-        num_draft: draft tokens of the whole step, beyond the window's.
-        accepted: accepted tokens, without the bonus.
-        forward_s, exchange_s, host_s: seconds in the model, in the collectives, and in everything else but the caller's
-            own `on_tokens` and criteria.
-        columns: columns of the lookahead window.
-        idle: the token budget left the step plain: nothing was drafted, nothing learned.
-        most_tokens: most tokens that some rank computed; without padding, like `num_tokens`.
+        num_tokens: tokens that this rank computed, without padding.
+        num_draft: draft tokens of the step on all ranks together, without those that repeat window nodes.
+        accepted: accepted draft tokens and window guesses; the step adds one token more to the text, the bonus token.
+        forward_s, exchange_s, host_s: seconds in the model, in the collectives, and in all else; the caller's own
+            `on_tokens` and criteria do not count.
+        columns: columns of the lookahead window, on all ranks together.
+        idle: whether the token budget left the step plain, because lookahead did not pay: one token, no drafts.
+        most_tokens: tokens of the rank that computed most, without padding.
     """
 
     num_tokens: int
@@ -93,30 +99,31 @@ class StepStats(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Seconds of the whole step."""
+        """Seconds of the whole step, the caller's own code left out."""
         return self.forward_s + self.exchange_s + self.host_s
 
 
 @dataclass
 class GenerationOutput:
-    """What one `generate` call gave.
+    """The result of one `generate` call: the tokens, why they ended, and what it took to make them.
 
     Attributes:
-        tokens: the new tokens, EOS included when it ended there.
-        finish_reason: "eos", "length", "stop_string", "criteria" or "context"; "interrupted" in `Interrupted.output`;
-            "cancelled" of a text of an engine.
-        step_stats: one entry a decode step.
+        tokens: ids of the generated tokens, with the EOS if there is one.
+        finish_reason: "eos", "length" (max_new_tokens), "stop_string", "criteria" or "context" (the model's context is
+            full); "interrupted" in `Interrupted.output`; "cancelled" by `Engine.cancel`.
+        step_stats: one entry for each decode step.
         prefill_s, decode_s: seconds before the first decode step, and from there on.
-        cache_bytes: bytes of the preallocated KV cache (0 where the decoder has none).
-        logits, scores: (tokens, V), that the tokens were sampled from, if asked for.
-        resumed: first tokens that no step of this call made: a journal had them.
-        reused: tokens of the prompt that were cached before, of an earlier text.
-        accepted_prediction: tokens of the caller's prediction that were accepted as draft tokens.
-        attention: what computed it, such as "flash", the backend that `auto` took, or "transformers' sdpa" of plain
-            decoding; empty where nothing was computed.
-        exact: "bitwise" where the logits are bit for bit those of plain decoding in that mode, else "tokens".
-        threads: how many CPU threads computed the text, to repeat it bit for bit with as many; 0 on another device.
-        seed: seed that the text was sampled with, given or drawn; None for a greedy text.
+        cache_bytes: bytes of the preallocated KV cache; 0 if the decoder has none.
+        logits, scores: (tokens, V), the model's logits at each token, and the logits after processors and warpers that
+            it was chosen by; None unless asked for. V: vocabulary.
+        resumed: how many of the first tokens a journal had, so that no step of this call made them.
+        reused: how many of the prompt's first tokens had their KV copied from an earlier text.
+        accepted_prediction: how many tokens of the caller's `prediction` were accepted as draft tokens.
+        attention: what computed attention, such as "flash", or "transformers' sdpa" for AutoregressiveDecoder; empty if
+            nothing was computed.
+        exact: "bitwise" if the logits are bit for bit those of plain decoding in that mode, else "tokens".
+        threads: number of CPU threads that computed the text, since rounding depends on it; 0 on another device.
+        seed: seed that repeats a sampled text, whether given or drawn; None for a greedy text.
     """
 
     tokens: list[int]
@@ -142,15 +149,15 @@ class GenerationOutput:
 
     @property
     def could_go_on(self) -> bool:
-        """Whether it was cut short from outside."""
+        """Whether the text was cut short from outside: interrupted or cancelled."""
         return self.finish_reason in ("interrupted", "cancelled")
 
     @property
     def compression(self) -> float:
-        """S: generated tokens a decode step."""
+        """S, the step compression: generated tokens for each decode step, such as 2.4; plain decoding has 1."""
         return (len(self.tokens) - self.resumed) / self.steps if self.steps else 0.0
 
     @property
     def mean_tokens(self) -> float:
-        """Mean step tokens of this rank."""
+        """Mean number of tokens that this rank computed in a step, without padding."""
         return statistics.fmean(s.num_tokens for s in self.step_stats) if self.step_stats else 0.0

@@ -1,7 +1,7 @@
-"""Plain decoding on the engine of lookahead decoding: what its speed is compared with.
+"""Plain decoding on the engine of lookahead decoding: the baseline for its speed.
 
 The forward pass, its cache, captured steps, samplers and the loop are those of `LookaheadDecoder`, so that a speed-up
-over it is due to lookahead alone. `AutoregressiveDecoder` shares none of them, and is what tokens are compared with.
+over this decoder is due to lookahead alone. `AutoregressiveDecoder` shares none of them: tokens are compared with its.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ ONE_TOKEN = LookaheadConfig(window_size=0, ngram_size=2, guess_set_size=0)
 
 
 class PlainDecoder(BatchDecoder):
-    """One token a step. Replicas share nothing: each decodes the whole text.
+    """Plain decoding, one token a step, on the engine of `LookaheadDecoder`: the baseline for its speed.
+
+    Ranks share no steps: each rank, or each replica under tensor parallelism, decodes the whole text.
 
     Args:
         model: an HF causal LM, loaded and on its device.
-        context: the ranks, of which rank 0 draws the seed if none is given; None is this process alone.
+        context: the ranks of the job; rank 0 draws a seed for all if none is given. None is this process alone.
         attention, capture, exact, kv_dtype: see `LookaheadDecoder`; with exact="bitwise" both give the same logits bit
             for bit.
 
@@ -59,21 +61,21 @@ class PlainDecoder(BatchDecoder):
 
     @property
     def attention(self) -> str:
-        """Name of the attention backend."""
+        """Name of the attention backend in use, such as "flash", whichever "auto" has chosen."""
         return self.runner.attention
 
     @property
     def steps_with(self) -> ParallelContext:
-        """The ranks that a step waits for: those of this replica alone, since others have no part in it."""
+        """The ranks that share a step: this replica's alone, since each replica decodes the whole text."""
         return self.context.replica_alone()
 
     @property
     def most_step_tokens(self) -> int:
-        """Most tokens that a step computes: one, and padding."""
+        """Most tokens that a step of one text computes: one, and padding."""
         return 1 + self.runner.most_padding
 
     def begin(self, request: Request, texts: int = 1) -> Beginning:
-        """Nothing to draft, and nothing to decide."""
+        """A draft source and a token budget under which every step computes one token; arguments change nothing."""
         return Beginning(NoDrafts(), PlainBudget(ONE_TOKEN))
 
     def generation(self, request: Request, beginning: Beginning, cache: StaticKVCache, timer: StepTimer) -> Generation:
@@ -81,14 +83,14 @@ class PlainDecoder(BatchDecoder):
 
 
 class PlainBudget(FixedBudget):
-    """A budget under which every step is plain."""
+    """A token budget that makes every step plain: one token, without drafts or learning."""
 
     idle = True
 
 
 class NoDrafts(DraftSource):
-    """A draft source that plain steps never ask."""
+    """A draft source without drafts, for a decoder whose steps are all plain."""
 
     def propose(self, text: Sequence[int], budget: int, window: WindowDrafts, price: TokenPrice | None, /) -> DraftTree:
-        """An empty tree: plain decoding drafts nothing."""
+        """An empty draft tree, whatever the arguments."""
         return DraftTree()

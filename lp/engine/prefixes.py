@@ -1,10 +1,11 @@
-"""The caches of texts that have ended, kept until room is needed: a prompt begins behind its longest cached prefix.
+"""Prefix reuse: the KV caches of texts that have ended, kept until their slots are needed for other texts.
 
-An editor sends the same file after every keystroke, and a chat its whole past with every message. What they share with
-an earlier text is copied into the new one's cache, to the token, which is exact: the KV of a token is a function of the
-tokens before it. A copy reads as much as one plain step, and leaves the earlier text as it was for the next prompt.
-In a sorted list, the text that has most in common with a prompt stands beside the place where the prompt would go.
-A prompt begins with texts of its own owner alone: how fast it begins would tell what others have asked.
+A text is a prompt and the tokens that were generated behind it. An editor sends the same file after every keystroke,
+and a chat its whole past with every message: the prefix that a prompt shares with an earlier text is copied from that
+text's cache instead of being computed, which is exact, since the KV of a token depends only on the tokens before it. A
+copy reads as much memory as one plain step, and leaves the earlier text as it was for the next prompt.
+The texts are kept in a sorted list, where the one that shares most with a prompt is next to the prompt's own place.
+A prompt reuses texts of its own owner alone: else its time to the first token would tell what others have asked.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from lp.models.kv_cache import StaticKVCache
 
 @dataclass(frozen=True, eq=False)
 class CachedText:
-    """A text and the cache that holds it.
+    """A text whose KV is cached, so that a prompt may reuse a prefix of it.
 
     Attributes:
-        tokens: int64, those whose KV is in the cache.
-        cache: holds them in its first slots.
-        owner: whose text it is.
+        tokens: int64 (tokens,), ids of the text's tokens whose KV is cached.
+        cache: the cache, which has their KV in its first slots.
+        owner: name of the text's owner, whose prompts may reuse it.
     """
 
     tokens: np.ndarray
@@ -34,23 +35,29 @@ class CachedText:
 
 
 class Prefixes:
-    """Texts that have ended, with their caches; none is a prefix of another.
+    """The generated texts that are kept for prefix reuse, with their KV caches; no text is a prefix of another.
 
     Args:
-        give_back: frees a cache's slots.
+        give_back: function that frees the slots of a cache.
     """
 
     def __init__(self, give_back: Callable[[StaticKVCache], None]) -> None:
         self._give_back = give_back
         self._sorted: list[bytes] = []
         self._texts: dict[bytes, CachedText] = {}  # the one not used for longest first
-        self.slots = 0  # of all
+        self.slots = 0  # cache slots of all kept texts together
 
     def __len__(self) -> int:
         return len(self._texts)
 
     def keep(self, tokens: Sequence[int], cache: StaticKVCache, owner: str = "") -> None:
-        """Keep a cache that holds these tokens, in as many slots, unless another one of the owner begins with them."""
+        """Keep the cache of a text that has ended, or free it if a kept text of the owner begins with its tokens.
+
+        Args:
+            tokens: ids of the text's tokens whose KV is cached.
+            cache: the text's cache, with as many slots as tokens.
+            owner: name of the text's owner.
+        """
         text = CachedText(np.array(tokens, np.int64), cache, owner)
         key = _sort_key(text.tokens, owner)
         at = bisect(self._sorted, key)
@@ -70,12 +77,15 @@ class Prefixes:
     def longest(
         self, prompt: Sequence[int], running: Iterable[CachedText] = (), owner: str = ""
     ) -> tuple[CachedText | None, int]:
-        """The owner's text that begins with most of these tokens, and how many; None and 0 where none does.
+        """Find the text that shares the longest prefix with a prompt.
 
         Args:
-            prompt: token ids.
-            running: other texts to look at.
-            owner: whose prompt it is.
+            prompt: ids of the prompt's tokens.
+            running: texts that still run, to look at as well.
+            owner: name of the prompt's owner; texts of others are passed over.
+
+        Returns:
+            The text, and the number of tokens that it shares; None and 0 if no text begins like the prompt.
         """
         tokens = np.array(prompt, np.int64)
         at = bisect(self._sorted, _sort_key(tokens, owner))
@@ -90,10 +100,13 @@ class Prefixes:
         return found, most
 
     def drop_oldest(self, but: CachedText | None = None) -> bool:
-        """Give back the slots of the text that was not used for longest; whether there was one.
+        """Free the cache of the kept text that was used longest ago.
 
         Args:
-            but: not this one.
+            but: a text to keep all the same; None for no exception.
+
+        Returns:
+            Whether there was a text to free.
         """
         for key, text in self._texts.items():
             if text is not but:
@@ -102,7 +115,7 @@ class Prefixes:
         return False
 
     def clear(self) -> None:
-        """Give back every kept cache."""
+        """Free the caches of all kept texts."""
         while self.drop_oldest():
             pass
 
@@ -117,12 +130,16 @@ class Prefixes:
 
 
 def _sort_key(tokens: np.ndarray, owner: str) -> bytes:
-    """Bytes that sort by owner, then as the tokens do, and begin with those of the owner's prefixes."""
+    """Bytes to sort texts by: by owner, then by tokens, so that the key of a prefix begins the key of the text."""
     return owner.encode() + b"\0" + tokens.astype(">i4").tobytes()
 
 
 def common(one: np.ndarray, other: np.ndarray) -> int:
-    """How many tokens two texts begin with alike."""
+    """Length of the longest common prefix of two texts.
+
+    Args:
+        one, other: token ids, one-dimensional.
+    """
     length = min(len(one), len(other))
     differing = np.flatnonzero(one[:length] != other[:length])
     return int(differing[0]) if len(differing) else length

@@ -1,6 +1,6 @@
-"""A prompt is cached chunk by chunk, and the draft source learns from its top-k logits.
+"""Prefill: the forward passes that put a prompt into the KV cache, whose logits the draft source may learn from.
 
-V: vocabulary, K: top-k logits of a token.
+V: vocabulary, K: top-k logits of a token, n: tokens of a chunk.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from lp.sampling.top_logits import unpack_top_logits
 
 
 class PromptReader:
-    """Caches one prompt.
+    """Prefills one prompt, a chunk in each step, and shows its top-k logits to the draft source.
 
     Args:
-        prompt: token ids; the last one, `c`, is computed by the first step.
-        runner: gives the passes.
+        prompt: token ids. All but the last are prefilled; the first decode step computes the last.
+        runner: makes the inputs of the forward passes.
         context: who this rank is, and which ranks share its steps.
-        step_sampler: takes the top-k logits.
-        source: learns from them.
-        num_logits: K; 0 where the source does not learn from them.
-        num_cached: the prompt's first tokens, which were cached before.
-        failures: what fails on this rank alone.
+        step_sampler: selects the top-k logits.
+        source: draft source that learns from the prompt's top-k logits.
+        num_logits: K; 0: the draft source does not learn from the prompt's logits.
+        num_cached: number of the prompt's first tokens that are in the cache already, from an earlier text.
+        failures: keeps exceptions of this rank for its next message.
         images: images of the prompt; None for none.
-        adapter: name of the LoRA adapter that the text has chosen; None for none.
+        adapter: name of the LoRA adapter of this text; None: the adapters that are active on the model.
     """
 
     def __init__(
@@ -62,22 +62,22 @@ class PromptReader:
         self._packed: list[torch.Tensor] = []  # top-k logits of the chunks that are cached so far
 
     def is_cached(self, cache: StaticKVCache) -> bool:
-        """Whether the cache has the whole prompt, but for its last token, which the first step computes."""
+        """Whether the prompt is prefilled: all but its last token, which the first decode step computes."""
         return cache.length >= len(self.prompt) - 1
 
     def lacks_images(self, cache: StaticKVCache) -> bool:
-        """Whether `read_images` is to come first."""
+        """Whether the prompt has images that are not in the cache yet: call `read_images` next."""
         return self.images is not None and cache.length < self.images.end
 
     def takes_chunks(self, cache: StaticKVCache) -> bool:
-        """Whether `next_chunk` comes next."""
+        """Whether a chunk of the prompt's tokens is to be prefilled next, by `next_chunk` and `take_chunk`."""
         return not self.is_cached(cache) and not self.lacks_images(cache)
 
     def read_images(self, cache: StaticKVCache) -> None:
-        """Cache the prompt up to the end of its images.
+        """Prefill the prompt up to the end of its images, in one forward pass of the model's own code.
 
         Args:
-            cache: the text's cache, which is empty.
+            cache: the text's cache, which must be empty.
         """
         images = self.images
         assert images is not None and not cache.length
@@ -85,23 +85,35 @@ class PromptReader:
         cache.length = images.end  # as on the other ranks, if it failed: the message of the first step tells them
 
     def chunk_size(self, cache: StaticKVCache, room: int) -> int:
-        """How many tokens the next pass caches, if it has room for so many; 0: none is left."""
+        """Number of prompt tokens for the next pass to prefill; 0: none is left.
+
+        Args:
+            cache: the text's cache.
+            room: most tokens that the pass has room for.
+        """
         return self.runner.prompt_chunk(len(self.prompt) - 1 - cache.length, room)
 
     def next_chunk(self, cache: StaticKVCache, count: int) -> TreePass:
-        """The pass that caches so many more tokens."""
+        """The input of the forward pass that prefills the next chunk.
+
+        Args:
+            cache: the text's cache.
+            count: number of prompt tokens, from `chunk_size`.
+        """
         num_logits = count if self.num_logits else 0
         tree = self.runner.prompt_pass(self.prompt, len(self.prompt) - 1, cache.length, count, cache, num_logits)
         return tree._replace(rotary_offset=self.images.rotary_offset if self.images else 0, adapter=self.adapter)
 
     def take_chunk(self, cache: StaticKVCache, count: int, logits: torch.Tensor, failure: Exception | None) -> None:
-        """Take in so many tokens.
+        """Finish a chunk: commit its KV, and keep its top-k logits for the draft source.
+
+        After the last chunk, the draft source learns from the logits of all of them.
 
         Args:
-            cache: the cache that the pass has written to.
-            count: how many.
-            logits: (count, V), where the source learns from them.
-            failure: why there are none.
+            cache: the cache that the forward pass has written to.
+            count: number of tokens of the chunk.
+            logits: logits of its tokens, (count, V); empty if the draft source does not learn from them.
+            failure: exception of the forward pass; None if it succeeded.
         """
 
         def take() -> None:
@@ -123,7 +135,10 @@ class PromptReader:
             self._packed = []
 
     def _begin_source(self) -> None:
-        """Show the source the prompt's top-k logits: rank 0's on every rank, since ranks may round them differently."""
+        """Let the draft source learn from the prompt's top-k logits.
+
+        Every rank takes rank 0's, since ranks may round logits differently and their sources must stay equal.
+        """
         first = self.num_cached
         count = len(self.prompt) - 1 - first
         if not self.num_logits or count <= 0:

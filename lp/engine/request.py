@@ -1,4 +1,4 @@
-"""A checked `generate` call."""
+"""The request: what a `generate` call asks for, after its arguments were checked."""
 
 from __future__ import annotations
 
@@ -17,23 +17,27 @@ OnTokens = Callable[[list[int], int], None]
 
 @dataclass
 class Request:
-    """A checked `generate` call.
+    """A checked `generate` call, with everything that a decoder needs to generate its text.
 
     Attributes:
         prompt: token ids.
-        limit: positions below it may be used: a node at or behind it samples no token that is needed and fits.
-        max_new_tokens, sampler, stopping, on_tokens, prefill_chunk: what the call asks for, checked.
-        signals: SIGINT and SIGTERM, deferred to the end of a step.
-        boundary: where the model's rotary frequencies change; None if nowhere.
-        prediction: tokens that the caller expects; draft tokens.
-        grammar: grammar that the text follows; None for none.
-        seed: seed of the text's noise or draws; None where nothing is drawn.
-        continued: how many of the prompt's last tokens are of the text itself.
-        owner: whose text it is: prefixes, session and history are kept apart by owner; None: the text leaves nothing,
-            and uses nothing that others have left.
-        corpora: names of the decoder's corpora that the text may look in; None: all.
+        max_new_tokens: most tokens to generate.
+        limit: first position that no decode step uses; nodes there would sample tokens beyond the text's longest end.
+        sampler: chooses the token of each node, by the call's sampling settings and processors.
+        stopping: the call's EOS ids, stop strings and criteria.
+        on_tokens: the caller's callback for new tokens; None for none.
+        prefill_chunk: most prompt tokens that a forward pass computes.
+        signals: SIGINT and SIGTERM, held back until the end of a step.
+        boundary: text length at which the model's rotary frequencies change; None: they don't.
+        prediction: ids of tokens that the caller expects in the text, which become draft tokens.
+        grammar: grammar that the text must follow; None for none.
+        seed: seed of a sampled text; None for a greedy one.
+        continued: number of tokens at the end of the prompt that an earlier call generated for this text.
+        owner: name of the text's owner: reused prefixes, session pool and history are kept apart by owner. None:
+            nothing is kept of this text, and it uses nothing that is kept.
+        corpora: names of the decoder's corpora that draft tokens may come from; None: all.
         images: images of the prompt; None for none.
-        adapter: name of the LoRA adapter that the text goes through; None: those that are active on the model.
+        adapter: name of the LoRA adapter of this text; None: the adapters that are active on the model.
     """
 
     prompt: list[int]
@@ -56,22 +60,38 @@ class Request:
 
     @property
     def kept_for(self) -> str | None:
-        """Name that what is kept of the text goes by: that of the owner, and the adapter's; None: nothing is kept."""
+        """Key under which prefixes, session pool and history of this text are kept; None: nothing is kept.
+
+        It is the owner's name, or "owner.adapter" for a text with an adapter of its own, whose KV is another.
+        """
         return self.owner if self.owner is None or self.adapter is None else f"{self.owner}.{self.adapter}"
 
     @property
     def rotary_offset(self) -> int:
-        """What a position behind the prompt's images is, less its place in the text."""
+        """What to add to a token's index in the text to get its rotary position, behind images; else 0.
+
+        An image's tokens may count as fewer positions, as in Qwen-VL.
+        """
         return self.images.rotary_offset if self.images else 0
 
     def keyed(self, tokens: list[int]) -> list[int]:
-        """The text's first tokens, as texts that begin alike are found by: those of images stand for their content."""
+        """Tokens to compare texts by for prefix reuse: ids of image tokens are replaced by a digest of their image.
+
+        Args:
+            tokens: ids of the text's first tokens.
+        """
         return self.images.keyed(tokens) if self.images else tokens
 
     def limit_at(self, position: int) -> int:
-        """Positions below it may be used by a step whose `c` is at `position`."""
+        """The first position that a decode step must not use.
+
+        A step must not span the length at which rotary frequencies change, so that all its tokens have the same.
+
+        Args:
+            position: position of the newest token, from which the step starts.
+        """
         return self.boundary.limit(position, self.limit) if self.boundary else self.limit
 
     def crosses(self, position: int) -> bool:
-        """Whether `position` is generated, and the first one past the rotary boundary."""
+        """Whether a generated token at `position` is the first one with the model's changed rotary frequencies."""
         return self.boundary is not None and position == self.boundary.length and position >= len(self.prompt)

@@ -1,6 +1,7 @@
-"""The oracle's own quantised cache: transformers' cache, with keys and values rounded on their way in.
+"""A quantised KV cache to check lp's by: transformers' cache, with keys and values rounded on their way in.
 
-It holds them in the model's dtype: what counts is what attention reads, and that nothing here is of `lp.models`.
+`AutoregressiveDecoder` uses it. It stores rounded values in the model's dtype: only what attention reads matters here,
+and that the code shares nothing with `lp.models`.
 
 D: head dimension.
 """
@@ -16,11 +17,11 @@ from lp.config import KVDtype
 
 
 class RoundedCache(DynamicCache):
-    """A cache whose keys and values are what one byte each, with a scale for each head and token, can hold.
+    """Transformers' cache with keys and values rounded to one byte each, with a scale for each head and token.
 
     Args:
-        kv_dtype: what the bytes are.
-        options: further arguments, as DynamicCache takes them.
+        kv_dtype: what they are rounded to: INT8 or FP8.
+        options: further arguments of DynamicCache.
     """
 
     def __init__(self, kv_dtype: KVDtype, **options: Any) -> None:
@@ -36,19 +37,19 @@ class RoundedCache(DynamicCache):
 
 
 def rounded_to_int8(states_D: torch.Tensor) -> torch.Tensor:
-    """Keys or values (..., D), each row rounded to 255 steps between its largest number and minus that."""
+    """Round keys or values (..., D) to what int8 can hold: in each row, multiples of its largest magnitude / 127."""
     x_D, scale = _scaled(states_D, 127)
     return (torch.round(x_D) * scale).to(states_D.dtype)
 
 
 def rounded_to_fp8(states_D: torch.Tensor) -> torch.Tensor:
-    """Keys or values (..., D), each row rounded to float8_e4m3fn, of which the largest number is 448."""
+    """Round keys or values (..., D) to what float8_e4m3fn can hold, each row scaled to the dtype's largest, 448."""
     x_D, scale = _scaled(states_D, 448)
     return (x_D.float().to(torch.float8_e4m3fn).to(scale.dtype) * scale).to(states_D.dtype)
 
 
 def _scaled(states_D: torch.Tensor, largest: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers in [-largest, largest] by row, and the float32 number that each row is a multiple of."""
+    """Scale each row to [-largest, largest]; returns it with the scales, rounded to float32, to multiply by again."""
     x_D = states_D.double() if states_D.dtype == torch.float64 else states_D.float()
     scale = (x_D.abs().max(-1, keepdim=True).values / largest).to(torch.float32).to(x_D.dtype)
     scale = scale.where(scale.isfinite(), torch.nan)

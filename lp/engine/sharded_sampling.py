@@ -1,9 +1,13 @@
-"""What the ranks of a replica sample together, each from its part of the vocabulary: one all-gather a step.
+"""Sampling under tensor parallelism: each rank of a replica has the logits of a part of the vocabulary.
+
+The ranks of a replica hold one copy of the model between them. In a step they exchange, by one all-gather,
 
     [DIGEST, STOP, LENGTH, (score, token) of every node, best logits of `c`, top-k logits of every node]
 
-Tokens, top-k logits and flags follow from what was gathered, so the ranks of a replica have them bit for bit alike.
-n: sampled nodes; V: vocabulary; T: ranks of the replica; K: top-k logits of a node.
+and each rank derives tokens, top-k logits and flags from what was gathered, so that they are alike bit for bit. A node
+is a token of the step's tree; `c`, the newest token of the text, is its root.
+n: sampled nodes; V: vocabulary; T: ranks of the replica; K: top-k logits of a node. Packed top-k logits are int64s that
+hold a token id and a float32 logit each (`lp.sampling.top_logits`).
 """
 
 from __future__ import annotations
@@ -23,15 +27,20 @@ from lp.sampling.sampler import Sampler
 from lp.sampling.top_logits import INVALID_TOKEN, pack_top_logits
 from lp.to_device import to_device
 
-HEAD = 3  # int64s before the nodes
+HEAD = 3  # int64s of DIGEST, STOP and LENGTH
 
 
 class ShardedSampling:
-    """Samples the steps of one generation on the ranks of a replica.
+    """Samples the nodes of one text's steps where tensor parallelism divides the LM head among ranks.
 
     Args:
-        head: the model's LM head.
+        head: this rank's part of the LM head.
         context: who this rank is, and which ranks share its steps.
+
+    Attributes:
+        compared: whether messages have the best logits of `c`, for replicas to compare: if several share steps.
+        failure: this rank's exception in the last step, if its replica has learned of it.
+        heads: DIGEST, STOP and LENGTH of all ranks of the replica in the last step, int64 (T, 3).
     """
 
     def __init__(self, head: ShardedHead, context: ParallelContext) -> None:
@@ -39,8 +48,8 @@ class ShardedSampling:
         self.replica = head.replica
         self.context = context
         self.compared = context.steps.size > 1
-        self.failure: Exception | None = None  # of this rank, which the others know
-        self.heads = torch.zeros(1, HEAD, dtype=torch.int64)  # of the last step, of all ranks of the replica
+        self.failure: Exception | None = None
+        self.heads = torch.zeros(1, HEAD, dtype=torch.int64)
 
     def sample(
         self,
@@ -50,19 +59,22 @@ class ShardedSampling:
         num_logits: int,
         header: Header,
     ) -> tuple[Sampled, torch.Tensor]:
-        """What the nodes sampled, and STOP and LENGTH of the replica's message, (2,), on the device.
-
-        The host learns of the other ranks with the message, so that it waits once a step.
+        """Sample the nodes of a step together with the other ranks of the replica.
 
         Args:
-            logits: (n, V), or this rank's part of them.
-            by_host: scores and tokens of logits (n, V), where `sampling` is None.
-            sampling: how nodes are sampled by tensors alone; None where the host has a part in it.
-            num_logits: K.
-            header: what this rank's message begins with.
+            logits: logits of the n nodes, (n, V), or this rank's columns of them.
+            by_host: computes scores (n, V) and tokens (n,) from whole logits (n, V), by processors on the host; used if
+                `sampling` is None.
+            sampling: samples by tensor operations alone; None: the text has a processor that needs the host.
+            num_logits: K, how many top-k logits to take of each node.
+            header: first int64s of this rank's message.
+
+        Returns:
+            The sampled tokens, and STOP and LENGTH for the replica's message, int64 (2,). All stays on the device: the
+            host waits for it once a step, when it reads the messages.
 
         Raises:
-            Exception: what a processor raised on this rank, once the others know of it.
+            Exception: a processor's exception on this rank, after the other ranks of the replica have learned of it.
         """
         known = to_device([header.digest, int(header.stop), header.length], logits.device)
         if sampling is not None:
@@ -85,13 +97,17 @@ class ShardedSampling:
     def sample_all(
         self, known: torch.Tensor, logits: torch.Tensor, sampling: NodeSampling, num_logits: int
     ) -> tuple[Sampled, torch.Tensor, torch.Tensor]:
-        """What the nodes sampled, the flags, and `heads`: of tensors alone, so that it can be captured.
+        """Sample the nodes of a step by tensor operations alone, so that a CUDA graph can hold them.
 
         Args:
-            known: DIGEST, STOP and LENGTH of this rank's message, int64 (HEAD,).
-            logits: (n, V), or this rank's part of them.
-            sampling: how the nodes are sampled.
-            num_logits: K.
+            known: DIGEST, STOP and LENGTH of this rank's message, int64 (3,).
+            logits: logits of the n nodes, (n, V), or this rank's columns of them.
+            sampling: samples the nodes.
+            num_logits: K, how many top-k logits to take of each node.
+
+        Returns:
+            The sampled tokens; STOP and LENGTH for the replica's message, int64 (2,); and DIGEST, STOP and LENGTH of
+            each of the replica's T ranks, int64 (T, 3).
         """
         if logits.shape[-1] == self.head.out_features or not sampling.rules.shardable:
             whole = self.head.whole(logits)
@@ -102,7 +118,7 @@ class ShardedSampling:
         heads = gathered[:, :HEAD]
         sizes = [count, count, NUM_BEST if self.compared else 0, count * num_logits]
         scores, tokens, best, top = gathered[:, HEAD:].split(sizes, 1)
-        # Of equal ones the first, as of one rank.
+        # Of equal scores the first wins, as where one rank has all of them.
         winner = scores.contiguous().view(torch.float64).argmax(0, keepdim=True)
         sampled = Sampled(
             tokens.gather(0, winner)[0],
@@ -112,7 +128,7 @@ class ShardedSampling:
         return sampled, self._flags(heads), heads
 
     def _of_first(self, known: torch.Tensor, mine: Sampled) -> tuple[Sampled, torch.Tensor, torch.Tensor]:
-        """What the first rank sampled, which has all logits as the others have; the flags and `heads`."""
+        """Let every rank take what the first rank of the replica sampled from whole logits; results as `sample_all`."""
         parts = [mine.tokens, *([] if mine.best is None else [mine.best]), mine.top_logits.flatten()]
         gathered = self.replica.all_gather(torch.cat([known, *parts]))
         heads = gathered[:, :HEAD]
@@ -120,12 +136,13 @@ class ShardedSampling:
         return Sampled(tokens, top.view_as(mine.top_logits), *best), self._flags(heads), heads
 
     def top_logits(self, logits: torch.Tensor, scale: Sampler, prompt: Sequence[int], k: int) -> torch.Tensor:
-        """The k best scores of nodes that no walk can reach, packed: (n, k).
+        """The k best scores of each prompt token, for the draft source to learn from: packed, int64 (n, k).
 
         Args:
-            logits: (n, V), or this rank's part of them.
-            scale: the sampler.
-            prompt: the text.
+            logits: logits of n tokens of the prompt, (n, V), or this rank's columns of them.
+            scale: the text's sampler, which turns logits into scores.
+            prompt: token ids of the prompt.
+            k: number of scores to take of each token.
         """
         scores = scale.scores(logits, [None] * len(logits), prompt)
         if logits.shape[-1] == self.head.out_features:
@@ -145,7 +162,10 @@ class ShardedSampling:
         return Sampled(tokens, top, best_logits(logits) if self.compared else None)
 
     def _packed(self, scores: torch.Tensor, k: int) -> torch.Tensor:
-        """The k best of this rank's part, packed, (n, k), with its tokens' own numbers; filled up with nothing."""
+        """The k best scores of this rank's columns, packed, int64 (n, k), with token ids of the whole vocabulary.
+
+        A rank with fewer than k columns fills up with logits of -inf.
+        """
         if not k:
             return torch.zeros(len(scores), 0, dtype=torch.int64, device=scores.device)
         packed = pack_top_logits(scores, k) + (self.head.first << 32)
@@ -159,17 +179,20 @@ class ShardedSampling:
         return everyones.topk(k).values
 
     def _flags(self, heads: torch.Tensor) -> torch.Tensor:
-        """STOP and LENGTH for all ranks: every rank's flags, with PARTED where their states differ; tp 0's length."""
+        """STOP and LENGTH for the replica's message: all ranks' flags, and PARTED if digests differ; tp 0's length."""
         stop = (heads[:, 0] != heads[0, 0]).any() * int(Stop.PARTED)
         for flags in heads[:, 1]:
             stop = stop | flags
         return torch.stack([stop, heads[0, 2]])
 
     def check_alike(self, step: int) -> None:
-        """Refuse to go on where the ranks of this replica had different states in the last step.
+        """Stop the job if the ranks of this replica had different states in the last step.
+
+        Args:
+            step: number of the decode step, for the error.
 
         Raises:
-            RuntimeError: names the ranks and the step.
+            RuntimeError: names the ranks that differ, and the step.
         """
         digests = self.replica.on_host(self.heads[:, 0]).numpy()
         if (digests != digests[0]).any():
@@ -181,11 +204,14 @@ class ShardedSampling:
             )
 
 
-NOTHING = int(np.array([-math.inf], np.float32).view(np.int32)[0]) & 0xFFFFFFFF  # a logit of -inf, of token 0
+NOTHING = int(np.array([-math.inf], np.float32).view(np.int32)[0]) & 0xFFFFFFFF  # packed: token 0 with logit -inf
 
 
 def merged(packed: torch.Tensor, k: int) -> torch.Tensor:
-    """The k best of what the ranks have as their k best: (T, n, k) to (n, k), packed; of equal ones the first."""
+    """Merge each rank's k best logits into the k best of all: packed int64s, (T, n, k) to (n, k).
+
+    Of equal logits the one of the lower rank comes first.
+    """
     if not k:
         return packed[0]
     everyones = torch.cat([*packed], -1)
@@ -195,7 +221,17 @@ def merged(packed: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def agreed_token(replica: Replica, device: torch.device, token: int, stop: Stop) -> tuple[int, Stop]:
-    """The first rank's token, and the flags of all ranks of a replica."""
+    """Agree on the next token of plain decoding among the ranks of a replica.
+
+    Args:
+        replica: the ranks that hold the model between them.
+        device: device of the exchange.
+        token: the token that this rank sampled.
+        stop: why this rank wants to end the text; Stop.NONE: no reason.
+
+    Returns:
+        The first rank's token, and the flags of all ranks together.
+    """
     if replica.size == 1:
         return token, stop
     gathered = replica.on_host(replica.all_gather(torch.tensor([token, stop], device=device))).tolist()

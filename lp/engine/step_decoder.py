@@ -1,4 +1,4 @@
-"""What the engine knows of a decoder: how texts of it begin, and who shares their steps."""
+"""The interface between the engine and a decoder: how a text begins, and which ranks share its steps."""
 
 from __future__ import annotations
 
@@ -17,66 +17,85 @@ from lp.parallel.context import ParallelContext
 
 
 class StepDecoder(Decoder, ABC):
-    """A decoder whose texts may share steps.
+    """Base of the decoders that the engine runs: several of their texts may share a decode step.
 
     Attributes:
-        runner: computes forward passes, and knows the model.
+        runner: computes the model's forward passes.
     """
 
     runner: ModelRunner
 
     @property
     def steps_with(self) -> ParallelContext:
-        """The ranks that decode a text together."""
+        """The ranks that share the decode steps of a text."""
         return self.context
 
     @property
     @abstractmethod
     def most_step_tokens(self) -> int:
-        """Tokens that a step of one text may have on a rank."""
+        """Most tokens that a step of one text may have on a rank, padding included."""
 
     @property
     def exact(self) -> Exact:
-        """The mode that its texts are made in."""
+        """Whether its logits are plain decoding's bit for bit (BITWISE) or up to rounding (TOKENS)."""
         return Exact.BITWISE if self.runner.widths else Exact.TOKENS
 
     @property
     def kv_dtype(self) -> KVDtype:
-        """What its caches hold keys and values as."""
+        """How its KV caches store keys and values: in the model's dtype (AUTO), or in one byte each (INT8, FP8)."""
         return self.runner.kv_dtype
 
     @property
     def takes_adapters(self) -> bool:
-        """Whether a text may choose an adapter."""
+        """Whether `generate` takes an `adapter`, a LoRA adapter for one text."""
         return True
 
     @property
     def step_times(self) -> StepTimes | None:
-        """Step times by which its texts decide how many tokens a step computes; None where they do not decide it."""
+        """Times of steps by their size, by which token budgets choose the size; None if the size is fixed."""
         return None
 
     def check(self, request: Request) -> None:
-        """Compare the call over the ranks.
+        """Check, before a text is queued, that all ranks were given the same call and settings.
+
+        Args:
+            request: this rank's call.
 
         Raises:
-            ValueError: they were asked for different things.
+            ValueError: the ranks' calls differ.
         """
 
     @abstractmethod
     def begin(self, request: Request, texts: int = 1) -> Beginning:
-        """What a text begins with: the same on every rank.
+        """Make the draft source and the token budget of a text, equal on every rank.
 
         Args:
+            request: the checked call.
             texts: most texts that a step may compute together.
         """
 
     @abstractmethod
     def generation(self, request: Request, beginning: Beginning, cache: StaticKVCache, timer: StepTimer) -> Generation:
-        """A text that is to be generated; arguments as of `Generation`."""
+        """Make the state of a text, which the engine then runs step by step.
+
+        Args:
+            request: the checked call.
+            beginning: draft source and token budget, from `begin`.
+            cache: the text's KV cache.
+            timer: measures the engine's steps.
+        """
 
     def capture_steps(self, capture: Callable[[], None]) -> None:
-        """Capture a text's steps before its first one, by `capture`: the same call on every rank."""
+        """Have CUDA graphs captured before a text's first step; every rank calls it, since one may wait for another.
+
+        Args:
+            capture: captures the graphs of this rank.
+        """
         capture()
 
     def ended(self, stats: list[StepStats]) -> None:
-        """Called after every text that has ended, with what its steps took."""
+        """Called after every text that has ended; the base class does nothing.
+
+        Args:
+            stats: statistics of the text's decode steps.
+        """

@@ -1,7 +1,10 @@
-"""What a rank's device does in a step of a text behind the forward pass: sampling, and the message to the other ranks.
+"""Samples the nodes of a text's step after the forward pass, and writes this rank's message to the other ranks.
 
-One operation at a time. Of a captured step the same is done by `lp.engine.step_tails`, where the sampler allows it.
-n: sampled nodes, V: vocabulary, K: top-k logits of a node, P: int64s of a message.
+Here the host launches one operation after the other. Behind a captured step a CUDA graph does all of it, if the sampler
+allows it (`lp.engine.step_tails`). A node is a token of the step's tree of draft tokens and window guesses; `c`, the
+newest token of the text, is its root.
+n: sampled nodes, V: vocabulary, K: top-k logits of a node, P: int64s of a message. Packed top-k logits are int64s that
+hold a token id and a float32 logit each (`lp.sampling.top_logits`).
 """
 
 from __future__ import annotations
@@ -27,16 +30,16 @@ from lp.to_device import to_device
 
 
 class StepSampler:
-    """Samples the steps of one text, and writes its messages.
+    """Samples the nodes of one text's steps, and writes this rank's messages.
 
     Args:
-        runner: computes forward passes, and knows the model.
-        sampler: says what the text asks for.
+        runner: computes the model's forward passes.
+        sampler: chooses tokens by the text's sampling settings and processors.
         context: who this rank is, and which ranks share its steps.
-        shape: the messages' shape.
+        shape: shape of the messages.
 
     Attributes:
-        sharded: samples on the ranks of a replica; None where the model is whole.
+        sharded: samples where tensor parallelism divides the logits among ranks; None: this rank has whole logits.
     """
 
     def __init__(self, runner: ModelRunner, sampler: Sampler, context: ParallelContext, shape: MessageShape) -> None:
@@ -49,7 +52,7 @@ class StepSampler:
 
     @property
     def joint_key(self) -> Hashable | None:
-        """Texts with equal ones are sampled together; None: not with any other."""
+        """Key by which texts are grouped: those with equal keys can be sampled by one call; None: only by itself."""
         rules = self.sampler.rules
         if rules is None or self.sharded:
             return None
@@ -64,15 +67,18 @@ class StepSampler:
         num_logits: int,
         sampled: Sampled | None = None,
     ) -> torch.Tensor:
-        """This rank's message (P,), on its device.
+        """Sample the nodes of a step, and write this rank's message.
 
         Args:
-            logits: logits of the sampled nodes, (n, V).
+            logits: logits of the sampled nodes, (n, V), or this rank's columns of them.
             layout: the nodes of the step.
-            header: what the message begins with.
-            text: prompt and generated tokens.
-            num_logits: top-k logits that are taken of every node, at most K.
-            sampled: what these nodes sampled, if they are sampled already.
+            header: first int64s of the message.
+            text: ids of the prompt's and the generated tokens.
+            num_logits: how many top-k logits the message has of each node, at most K.
+            sampled: the sampled tokens, if the nodes were sampled along with those of other texts; else None.
+
+        Returns:
+            The message, int64 (P,), on the device of the logits.
         """
         if sampled is not None:
             return pack(header, layout, sampled, self.shape)
@@ -93,47 +99,71 @@ class StepSampler:
         return message
 
     def of_nodes(self, logits: torch.Tensor, scores: torch.Tensor, tokens: torch.Tensor, num_logits: int) -> Sampled:
-        """What a message has of these nodes; arguments as of `message`."""
+        """Gather what a message says of sampled nodes: tokens, top-k logits, and logits that ranks compare.
+
+        Args:
+            logits: the model's logits of the nodes, (n, V); row 0 is that of the text's newest token.
+            scores: the logits after processors and warpers, (n, V).
+            tokens: the sampled tokens, int64 (n,).
+            num_logits: number of top-k logits to take of each node.
+        """
         top = pack_top_logits(scores, num_logits) if num_logits else tokens.new_zeros(len(tokens), 0)
         return Sampled(tokens, top, best_logits(logits) if self.context.steps.size > 1 else None)
 
     def top_logits(self, logits: torch.Tensor, prompt: Sequence[int], num_logits: int) -> torch.Tensor:
-        """The top-k logits of the prompt's tokens, packed: (n, num_logits).
+        """The top-k scores of tokens of the prompt, for the draft source to learn from: packed, int64 (n, num_logits).
 
         Args:
-            logits: (n, V), of a divided model this rank's part of them.
+            logits: logits of n tokens of the prompt, (n, V), or this rank's columns of them.
+            prompt: token ids of the prompt.
+            num_logits: number of scores to take of each token.
         """
         if self.sharded:
             return self.sharded.top_logits(logits, self.sampler, prompt, num_logits)
         return pack_top_logits(self.sampler.scores(logits, [None] * len(logits), prompt), num_logits)
 
     def announced(self, error: Exception) -> bool:
-        """Whether the ranks of this replica know of an error on this one, and wait for nothing."""
+        """Whether the other ranks of this replica have learned of this rank's exception, so that none waits for it."""
         return self.sharded is not None and self.sharded.failure is error
 
     def check_replicas(self, stop: Stop, step: int) -> None:
-        """Refuse to go on where the ranks of some replica differ.
+        """Stop the job if the ranks of some replica (tensor parallelism) had different states in a step.
+
+        Args:
+            stop: flags of all messages; Stop.PARTED says that a replica's ranks differ.
+            step: number of the decode step, for the error.
 
         Raises:
-            RuntimeError: names them, or says that it is another replica's.
+            RuntimeError: names the ranks of this replica that differ, or says that they are another replica's.
         """
         if Stop.PARTED in stop and self.sharded:
             self.sharded.check_alike(step)
             raise RuntimeError(f"the ranks of another replica differ from each other at step {step}; see their errors")
 
     def failed(self, header: Header, layout: StepLayout) -> torch.Tensor:
-        """The message of a rank that has nothing to report but its header."""
+        """The message of a rank that has failed: a header that says so, and nodes whose tokens nobody uses.
+
+        Args:
+            header: first int64s of the message, with the flag of the failure.
+            layout: the nodes of the step.
+
+        Returns:
+            int64 (P,), on the device.
+        """
         nothing = torch.zeros(len(layout.sampled_nodes), 0, dtype=torch.int64, device=self.runner.device)
         return pack(header, layout, Sampled(nothing.sum(1), nothing), self.shape)
 
     def _drafts(self, layout: StepLayout) -> list[list[int]]:
-        """The draft tokens behind every sampled node, where the sampler needs them."""
+        """The draft tokens behind every sampled node, for rejection sampling; empty lists for other samplers."""
         behind = layout.drafts() if self.sampler.uses_drafts else {}
         nodes = layout.sampled_nodes.tolist()
         return [behind.get(node, []) for node in nodes] if behind else [[]] * len(nodes)
 
     def _branches(self, layout: StepLayout) -> list[list[int] | None]:
-        """The tokens behind `c` that processors see of every sampled node; None where no walk can reach it."""
+        """The tokens from `c` to each sampled node, which processors see as the end of the text.
+
+        None for a node that verification can't accept in this step, whose token only guesses.
+        """
         if self.sampler.prefix_free:
             return [[] if reached else None for reached in layout.reachable[layout.sampled_nodes].tolist()]
         return [layout.branch_tokens(node) for node in layout.sampled_nodes.tolist()]
@@ -143,12 +173,12 @@ NO_NUMBERS = torch.empty(0, 0, dtype=torch.float64)
 
 
 class SampledText(NamedTuple):
-    """A text whose nodes are sampled by tensors alone.
+    """One of the texts that `node_sampling` samples together, by tensor operations alone.
 
     Attributes:
-        sampler: has `rules`.
-        layout: the nodes of its step.
-        text: prompt and generated tokens.
+        sampler: the text's sampler, whose `rules` are not None.
+        layout: the nodes of the text's step.
+        text: ids of the prompt's and the generated tokens.
     """
 
     sampler: Sampler
@@ -157,11 +187,14 @@ class SampledText(NamedTuple):
 
 
 def node_sampling(texts: Sequence[SampledText], device: torch.device) -> NodeSampling:
-    """How the sampled nodes of texts with one `joint_key` are sampled.
+    """Prepare the call that samples the nodes of several texts at once: their settings, token counts and noise.
 
     Args:
-        texts: the texts, ordered as their logits are.
-        device: where the logits are.
+        texts: texts with equal `StepSampler.joint_key`, in the order of their logits.
+        device: device of the logits.
+
+    Returns:
+        An object whose `sample` takes the logits of all nodes, (n, V).
     """
     rules = [own.sampler.rules for own in texts if own.sampler.rules is not None]
     noise = [own.sampler.noise for own in texts if own.sampler.noise is not None]
@@ -195,7 +228,10 @@ def node_sampling(texts: Sequence[SampledText], device: torch.device) -> NodeSam
 
 
 def _counts(texts: Sequence[SampledText], device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`counts` and `columns` of `NodeSampling`: on a CPU few columns, which only a host can ask for."""
+    """Token counts of every node, for penalties: `counts` and `columns` of `NodeSampling`.
+
+    On a CPU they have only the columns of tokens that occur; a GPU would have to wait for the host to find these.
+    """
     rows = [_counted(own, device) for own in texts]
     tokens = [to_device(own.layout.step_tokens, device) for own in texts]
     columns = None
@@ -217,7 +253,7 @@ def _counts(texts: Sequence[SampledText], device: torch.device) -> tuple[torch.T
 
 
 def _counted(own: SampledText, device: torch.device) -> torch.Tensor:
-    """What the tokens before a text's step count: int32 (V,)."""
+    """How often each token occurs in a text before its step, brought up to date: int32 (V,)."""
     counts = own.sampler.counts
     assert counts is not None
     num_tokens = int(own.layout.step_positions[0])

@@ -1,6 +1,8 @@
-"""The tails of captured steps: which one a step needs, and where in its memory each text's noise and counts are.
+"""Chooses and captures the tails of captured steps: the CUDA graphs that sample behind a forward pass.
 
-Q: texts that a tail has room for, P: int64s of a message.
+A step's first graph is the forward pass; its tail (`lp.engine.captured_tail`) samples the nodes and writes messages to
+other ranks. Each text has a place: the index at which a tail finds its noise and token counts in device memory.
+Q: places that a tail has, P: int64s of a message, B: tokens of the step, padding included, V: vocabulary.
 """
 
 from __future__ import annotations
@@ -25,19 +27,19 @@ from lp.sampling.node_sampling import CallRules, ScoreRules
 from lp.sampling.sampler import Sampler
 
 logger = logging.getLogger(__name__)
-MOST_TAILS = 16  # of one bucket, for calls that differ in what they do; the one that was used longest ago goes
+MOST_TAILS = 16  # kept for a step size, for different operations on scores; the least recently used one is dropped
 
 
 class TailText(NamedTuple):
-    """A text of a captured step.
+    """One text of a captured step, as `StepTails.messages` takes it.
 
     Attributes:
-        step_sampler: has the text's sampler.
-        layout: the nodes of its step.
-        header: what its message begins with.
-        text: prompt and generated tokens.
-        first_row: where the logits have `c`.
-        first_token: where the pass has its first token.
+        step_sampler: samples the text's nodes, and has its sampler.
+        layout: the nodes of the text's tree.
+        header: first int64s of the text's message.
+        text: ids of the prompt's and the generated tokens.
+        first_row: row of the step's logits that belongs to `c`, the text's newest token.
+        first_token: index of the text's first token among the tokens of the forward pass.
     """
 
     step_sampler: StepSampler
@@ -49,7 +51,7 @@ class TailText(NamedTuple):
 
 
 class _TailKey(NamedTuple):
-    """What a tail is captured for: calls that its rules serve, over the same memory."""
+    """Key of a captured tail: the operations on scores that it has, its sizes, and the memory that it reads."""
 
     rules: CallRules
     shape: TailShape
@@ -57,16 +59,16 @@ class _TailKey(NamedTuple):
 
 
 class StepTails:
-    """Samples the texts of captured steps by captured tails.
+    """Samples the texts of captured steps by CUDA graphs, which it captures when they are needed.
 
     Args:
-        runner: has the captured steps.
-        compared: ranks compare the best logits of each `c`.
+        runner: has the captured forward passes.
+        compared: whether messages have the best logits of each `c`, for ranks to compare; True among ranks.
         most_texts: most texts that a step may have.
-        alone: texts take steps by themselves, one text after another: their samplers' memory is that of the model's
-            captured steps, and a tail is captured as soon as it is needed. Else this object's texts have memory of
-            their own, and what they ask for together is sampled uncaptured, or by a tail that does more, until it has
-            come often.
+        alone: whether every step is of one text. Then a tail is captured as soon as it is needed, and its memory for
+            noise and counts is that of the model's captured steps. For steps of several texts, this object has memory
+            of its own, and a new combination of sampling settings is sampled by a more general tail, or without one,
+            until it has come often enough to be captured.
     """
 
     def __init__(self, runner: ModelRunner, compared: bool, most_texts: int = 1, alone: bool = True) -> None:
@@ -77,8 +79,8 @@ class StepTails:
         self._own_memory: dict[Hashable, torch.Tensor] = {}
         self._places: WeakKeyDictionary[Sampler, int] = WeakKeyDictionary()
         self._room = 1  # Q
-        self._steps: WeakValueDictionary[int, CapturedStep] = WeakValueDictionary()  # which have tails
-        self._seen: Counter[Hashable] = Counter()  # calls for which there was no tail of their own
+        self._steps: WeakValueDictionary[int, CapturedStep] = WeakValueDictionary()  # steps that have tails
+        self._seen: Counter[Hashable] = Counter()  # how often each key had no tail of its own
 
     def messages(
         self,
@@ -89,17 +91,19 @@ class StepTails:
         running: Collection[Sampler],
         on_host: bool,
     ) -> list[torch.Tensor] | None:
-        """The messages (P,) of these texts; None if there is no tail for them.
-
-        They lie on the device, which may still be at them, or on the host, if the tail copies them there.
+        """Sample texts by a captured tail, right behind a step's forward pass.
 
         Args:
-            step: has run, and has left the logits.
-            logits_BV: what it left.
-            texts: texts that `go_together`.
-            num_logits: top-k logits that are taken of every node.
-            running: the samplers of all texts that take steps, at most `most_texts`; each keeps its place.
-            on_host: the caller can read them there.
+            step: the captured step, which has been launched.
+            logits_BV: tensor with the logits that it leaves.
+            texts: texts that `go_together` has found samplable by one tail.
+            num_logits: how many top-k logits the messages have of each node.
+            running: samplers of all texts that take steps, at most `most_texts`: they keep their places in memory.
+            on_host: whether the caller can use messages in pinned host memory.
+
+        Returns:
+            One message for each text, int64 (P,), on the device, or on the host if `on_host` and the tail copies them
+            there; they are valid once the device is done. None: there is no tail for these texts.
         """
         passes = [own.step_sampler for own in texts]
         places = self._take_places(passes, running)
@@ -117,7 +121,11 @@ class StepTails:
         return [messages[place] for place in places]
 
     def go_together(self, passes: Sequence[StepSampler]) -> list[StepSampler]:
-        """The passes that one tail can sample together: those that sample as the first of them does."""
+        """Select the texts that one tail can sample together: those whose sampling fits the first that a tail can do.
+
+        Args:
+            passes: samplers of the texts of a step.
+        """
         able = [own for own in passes if own.sampler.rules is not None and (self.alone or not own.sharded)]
         noise = {own.sampler.noise.shape for own in able[:1] if own.sampler.noise}
         together = []
@@ -132,12 +140,19 @@ class StepTails:
     def tail(
         self, step: CapturedStep, logits_BV: torch.Tensor, passes: Sequence[StepSampler], num_logits: int
     ) -> CapturedTail | None:
-        """The tail of a step for these texts; None if there is none yet, or it can't be captured.
+        """Find or capture the tail of a step for some texts: the CUDA graph that samples behind the forward pass.
 
-        Arguments are those of `messages`.
+        Args:
+            step: the captured step.
+            logits_BV: tensor that the step leaves its logits in.
+            passes: samplers of the texts.
+            num_logits: how many top-k logits the messages have of each node.
+
+        Returns:
+            The tail; None if there is none yet, or if it can't be captured.
 
         Raises:
-            torch.OutOfMemoryError: the device is full, and there is one text.
+            torch.OutOfMemoryError: the device is full, and the steps are of one text.
         """
         key = self._key(passes, num_logits)
         if key not in step.tails:
@@ -154,7 +169,7 @@ class StepTails:
         return tail
 
     def lacks(self, step: CapturedStep, passes: Sequence[StepSampler], num_logits: int) -> bool:
-        """Whether the tail of a step for these texts is still to be captured."""
+        """Whether the graph that samples these texts after the step is not captured yet; arguments as in `tail`."""
         return self._key(passes, num_logits) not in step.tails
 
     def _key(self, passes: Sequence[StepSampler], num_logits: int) -> _TailKey:
@@ -179,7 +194,7 @@ class StepTails:
             return None
 
     def _memory(self, passes: Sequence[StepSampler]) -> SamplerMemory:
-        """Where captured work computes noise and counts, made where it is first needed."""
+        """The device memory in which tails find noise and token counts; it is allocated when first needed."""
         assert self.runner.captured
         memory = self.runner.captured.shared if self.alone else self._own_memory
         found: list[torch.Tensor | None] = []
@@ -191,7 +206,7 @@ class StepTails:
         return SamplerMemory(*found)
 
     def _take_places(self, passes: Sequence[StepSampler], running: Collection[Sampler]) -> list[int]:
-        """The places of texts: each keeps its own as long as it takes steps, sampled by a tail or not."""
+        """The places of texts in memory. A text keeps its place as long as it takes steps, with a tail or without."""
         for sampler in [*self._places]:
             if sampler not in running:
                 del self._places[sampler]
@@ -210,7 +225,7 @@ class StepTails:
         return [self._places[sampler] for sampler in samplers]
 
     def _use_memory(self, passes: Sequence[StepSampler]) -> None:
-        """Let the samplers compute noise and counts where their tail looks for them."""
+        """Point the samplers' noise and token counts to the memory that their tail reads."""
         memory = self._memory(passes)
         for own in passes:
             place = self._places[own.sampler]
@@ -220,17 +235,17 @@ class StepTails:
                 own.sampler.counts.use(memory.counts_QV, place)
 
 
-KINDS = ("noise", "counts")  # attributes of a sampler that have memory on the device
+KINDS = ("noise", "counts")  # attributes of a sampler that have device memory
 
 
 def _memory_key(passes: Sequence[StepSampler]) -> Hashable:
-    """What of the samplers' memory depends on the samplers."""
+    """Key of the samplers' device memory: the shapes of their noise and of their token counts."""
     owners = [[getattr(own.sampler, kind) for own in passes] for kind in KINDS]
     return tuple(frozenset(owner.shape for owner in kind if owner) for kind in owners)
 
 
 def _serving(step: CapturedStep, key: _TailKey) -> CapturedTail | None:
-    """A tail that gives what a tail of this key would give, with more work; None if there is none."""
+    """A captured tail that can stand in for one of this key, though it does more work; None if there is none."""
     for other, tail in step.tails.items():
         assert isinstance(other, _TailKey)
         if tail is not None and other[1:] == key[1:] and other.rules.serves(key.rules):

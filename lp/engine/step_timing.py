@@ -1,4 +1,7 @@
-"""The step times of a decoder: one table for a model in this process, which the steps of its texts correct."""
+"""Step times: how long a decode step takes by its number of tokens, which adaptive budgets choose step sizes by.
+
+A process has one table for each model, which the steps of its texts correct; a file keeps it for later processes.
+"""
 
 from __future__ import annotations
 
@@ -26,22 +29,22 @@ from lp.models.runner import ModelRunner
 from lp.parallel.agreement import exchange
 from lp.parallel.context import ParallelContext
 
-# Steps are learned from a few at a time, as many as half of those before, within these bounds.
+# The estimate is corrected by several steps at a time: by half as many as it knows already, within these bounds.
 FEWEST_STEPS, MOST_STEPS = 4, 32
-# The file is written when so many times the steps of the one before are known, or a size is off by more than this.
+# The file is written when this many times as many steps are known, or when a size's time has changed by this factor.
 WRITTEN_EVERY = 4
 WRITTEN_CHANGE = 1.1
 
 
 class StepTimesTable:
-    """What is known of a model's step times in this process, whatever decoders it has.
+    """The estimated step times of a model in this process, shared by all its decoders and threads.
 
     Args:
-        file: where the estimate is kept.
+        file: file that keeps the estimate for later processes.
         estimate: the estimate to begin with.
 
     Attributes:
-        estimate: the estimate as it is now; other threads may replace it by a later one.
+        estimate: the current estimate; other threads may replace it by a later one.
     """
 
     def __init__(self, file: StepTimesFile, estimate: Estimate) -> None:
@@ -52,7 +55,14 @@ class StepTimesTable:
         self._pending: list[TimedStep] = []
 
     def add(self, step: TimedStep) -> bool:
-        """Take in a step that computed nothing else than one text; whether the estimate is another one now."""
+        """Learn from a timed step of one text alone.
+
+        Args:
+            step: the number of tokens of the step, and its seconds.
+
+        Returns:
+            Whether the estimate has changed: it does once enough steps have been added.
+        """
         with self._lock:
             self._pending.append(step)
             if len(self._pending) < min(max(self.estimate.steps // 2, FEWEST_STEPS), MOST_STEPS):
@@ -72,18 +82,21 @@ class StepTimesTable:
 
 
 def _ratios(estimate: Estimate) -> np.ndarray:
-    """Logarithms of all sizes' step times over the plain step's."""
+    """Logarithm of each size's step time divided by the plain step's: (sizes,)."""
     ratios: np.ndarray = estimate.mean[1:] - estimate.mean[0]
     return ratios
 
 
 class GivenStepTimes:
-    """Step times that stay as the user gave them.
+    """Step times of a decoder that stay as the user gave them.
+
+    Args:
+        times: seconds of a step by its number of tokens, equal on every rank.
 
     Attributes:
-        times: the same on every rank.
-        careful: by which budgets decide.
-        origin: where they are from, for the user.
+        times: the step times as they are known now.
+        careful: the step times that budgets decide by; a size of which little is known counts as slower than estimated.
+        origin: phrase that tells a user where the times come from; empty for given ones.
     """
 
     def __init__(self, times: StepTimes) -> None:
@@ -94,27 +107,30 @@ class GivenStepTimes:
         return ""
 
     def observe(self, step: TimedStep) -> StepTimes | None:
-        """Take in a step that computed nothing else than one text.
+        """Learn from a step that computed one text alone; given times never change, so this returns None.
+
+        Args:
+            step: the number of tokens of the step, and its seconds.
 
         Returns:
-            Step times by which the text goes on; None: by those it has.
+            Step times that the text uses from now on; None: it keeps those it has.
         """
         return None
 
     def update(self) -> None:
-        """Take what rank 0 learned; called by every rank between texts."""
+        """Before a text begins, take what rank 0 has learned; every rank calls it. Given times stay as they are."""
 
 
 class KnownStepTimes(GivenStepTimes):
-    """The step times of a decoder, as its model's table has them.
+    """Step times of a decoder from its model's table, corrected by the steps of its texts.
 
-    A table begins with what the user's cache folder has, or with a prior, for which one layer is timed in less than a
-    second. What it learns from a text holds for the next steps where there is one rank, else, as rank 0 has it, for the
-    next text.
+    The table begins with the file in the user's cache folder, or with a first guess (the prior) from timing one layer,
+    which takes less than a second. On one rank, corrections hold from the next step on. Among ranks, rank 0's
+    corrections hold for all from the next text on.
 
     Args:
-        runner, config, context: the decoder's.
-        again: begin with the prior, whatever is known.
+        runner, config, context: the decoder's forward passes, step shape and ranks.
+        again: begin with the first guess, whatever file or table there is.
     """
 
     def __init__(
@@ -122,8 +138,8 @@ class KnownStepTimes(GivenStepTimes):
     ) -> None:
         self._context = context
         self._threads = torch.get_num_threads() if runner.device.type == "cpu" else 0
-        # One table for threads that make a model's first decoders at once. Ranks take no lock: as threads they may
-        # share the model, and they wait for each other in here.
+        # The lock gives threads that make a model's first decoders at the same time one table. Ranks take no lock:
+        # they may be threads that share the model, and they wait for each other within the call.
         with lock_of(runner.original) if context.alone else nullcontext():
             self._table = _table_of(runner, config, context, again)
         self._take(self._table.estimate)
@@ -160,7 +176,7 @@ class KnownStepTimes(GivenStepTimes):
 
 
 def _table_of(runner: ModelRunner, config: LookaheadConfig, context: ParallelContext, again: bool) -> StepTimesTable:
-    """The table of a decoder with these parts: rank 0 decides what it begins with."""
+    """Find or make the table of step times for a decoder; rank 0 decides for all ranks what it begins with."""
     file = step_times_file(runner, config, context)
     tables = runner.step_times
     known: StepTimesTable | None = None if again else tables.get(file.path.name)
@@ -186,7 +202,11 @@ def _prior(runner: ModelRunner, config: LookaheadConfig, context: ParallelContex
 
 
 def step_times_file(runner: ModelRunner, config: LookaheadConfig, context: ParallelContext) -> StepTimesFile:
-    """Where the step times of a decoder with these parts are kept."""
+    """The file with the step times of a decoder: one for each combination of model, machine and settings.
+
+    Args:
+        runner, config, context: the decoder's forward passes, step shape and ranks.
+    """
     model = runner.model
     config_without_pool = replace(
         config, pool_scope=PoolScope.REQUEST, pool_file=None, pool_model_ngrams="off", corpora=(), history=None

@@ -1,4 +1,4 @@
-"""When a generation ends, decided token by token as transformers' `generate` does."""
+"""Decides when a text ends, token by token, as transformers' `generate` does."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ FINISH_REASON = {
     Stop.CONTEXT: "context",
     Stop.INTERRUPTED: "interrupted",
 }
-ROOM = 8192  # ids of a text that there is room for from the start: 64 KiB
+ROOM = 8192  # token ids that the tensor for criteria has room for from the start: 64 KiB
 
 
 @dataclass
 class Stopping:
-    """Every way a generation may end.
+    """Everything that may end a text of one call; `check` tells whether its newest tokens do.
 
     Attributes:
-        eos: token ids that end it.
-        max_new_tokens: most new tokens.
-        room: new tokens until the model's context is full, None for no limit.
-        prompt: its ids, padding included, which criteria see too.
-        stop_strings: transformers' criterion, or None.
-        criteria: the user's; possibly not a function of the tokens alone.
-        device: the model's, where criteria expect the ids, as in `generate`.
+        eos: token ids that end the text.
+        max_new_tokens: most tokens to generate.
+        room: tokens to generate until the model's context is full; None: it has no limit.
+        prompt: token ids of the prompt, left padding included, since criteria see the padding too.
+        stop_strings: transformers' criterion for the call's stop strings; None for none.
+        criteria: the caller's criteria, which may look at more than the tokens, such as the clock.
+        device: the model's device, on which criteria expect token ids, as in transformers' `generate`.
     """
 
     eos: frozenset[int]
@@ -46,7 +46,7 @@ class Stopping:
     criteria: list[StoppingCriteria]
     device: torch.device
     _ids: torch.Tensor = field(default_factory=lambda: torch.empty(1, 0, dtype=torch.int64), repr=False)
-    _num_ids: int = 0  # of the prompt and the tokens, that are in the tensor
+    _num_ids: int = 0  # how many ids of prompt and generated tokens the tensor has
 
     @classmethod
     def build(
@@ -60,10 +60,15 @@ class Stopping:
         criteria: list[StoppingCriteria],
         device: torch.device,
     ) -> Stopping:
-        """Check and gather the stops of one call.
+        """Check and gather the settings of one call that may end its text.
+
+        Args:
+            eos, max_new_tokens, room, prompt, criteria, device: see the attributes.
+            stop_strings: strings of which each ends the text, such as "</w>"; a lone string, several, or None.
+            tokenizer: the model's tokenizer, which stop strings need; None for none.
 
         Raises:
-            ValueError: stop strings without a tokenizer, or that are none.
+            ValueError: there are stop strings and no tokenizer, or a stop string is empty or no string.
         """
         strings = None
         if asked := _listed(stop_strings):
@@ -75,15 +80,19 @@ class Stopping:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What ranks must agree on; of criteria, only whether there are any."""
+        """Settings that must be equal on all ranks, by name; of criteria only whether there are any."""
         strings = self.stop_strings.stop_strings if self.stop_strings else ()
         return {"eos_token_id": sorted(self.eos), "stop_strings": strings, "stopping_criteria": bool(self.criteria)}
 
     def check(self, tokens: Sequence[int], new: int) -> tuple[Stop, int]:
-        """Look at the last `new` of these generated tokens, one by one.
+        """Check the newest tokens, one by one, for the first that ends the text.
+
+        Args:
+            tokens: ids of all generated tokens.
+            new: how many at their end have not been checked yet.
 
         Returns:
-            The first reason to stop and the tokens to return; (Stop.NONE, len(tokens)) for none.
+            Why the text ends, and how many of the tokens to return; (Stop.NONE, len(tokens)) if it does not end.
         """
         self._num_ids = min(self._num_ids, len(self.prompt) + len(tokens) - new)
         for count in range(len(tokens) - new + 1, len(tokens) + 1):
@@ -100,7 +109,7 @@ class Stopping:
             if self.stop_strings and bool(self.stop_strings(ids, None)):
                 return Stop.STOP_STRING
             if self.criteria:
-                own = ids.to(self.device, copy=True)  # which they may keep or change
+                own = ids.to(self.device, copy=True)  # a copy, which criteria may keep or change
                 if any(bool(torch.as_tensor(criterion(own, None)).all()) for criterion in self.criteria):
                     return Stop.CRITERIA
         if count >= self.max_new_tokens:
@@ -108,9 +117,9 @@ class Stopping:
         return Stop.CONTEXT if self.room is not None and count >= self.room else Stop.NONE
 
     def _ids_of(self, tokens: Sequence[int], count: int) -> torch.Tensor:
-        """The prompt and so many of the tokens, (1, ids): a view of a tensor to which only new ones are added.
+        """Ids of the prompt and of the first `count` tokens, int64 (1, ids): a view of a tensor that is only added to.
 
-        To convert all of a long text takes as long as a step.
+        Converting the whole of a long text for each token would take as long as a step.
         """
         start, end = self._num_ids, len(self.prompt) + count
         if end > self._ids.shape[1]:
@@ -124,9 +133,9 @@ class Stopping:
 
 
 def _spellings(tokenizer: PreTrainedTokenizerBase, asked: list[str]) -> list[str]:
-    """Stop strings, and the texts that those of them are decoded to which name added tokens.
+    """Stop strings, and the same strings with the names of added tokens replaced by what these decode to.
 
-    Where a tokenizer has a character that stands for a space, such a name may have it as well.
+    The two differ if the tokenizer has a character in the place of a space, such as "▁", which a name may contain.
     """
     spelled = dict.fromkeys(asked)
     for token, added in tokenizer.added_tokens_decoder.items():
@@ -138,10 +147,10 @@ def _spellings(tokenizer: PreTrainedTokenizerBase, asked: list[str]) -> list[str
 
 
 def _listed(stop_strings: str | Iterable[str] | None) -> list[str]:
-    """All of them; one string is one of them, as in transformers.
+    """A caller's stop strings as a list; a lone string is a list of one, as in transformers.
 
     Raises:
-        ValueError: something is no string, or an empty one.
+        ValueError: an element is no string, or is empty.
     """
     if stop_strings is None:
         return []

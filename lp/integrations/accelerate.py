@@ -1,7 +1,7 @@
-"""`lp.accelerate(model)`: from there on `model.generate(...)` as it stands is lookahead decoding.
+"""`lp.accelerate(model)`: replaces the `generate` of one model, so that unchanged code decodes by lookahead.
 
-Transformers keeps streamers and tokenizers from a `custom_generate` callable. Called in the place of `generate`, this
-package hands over all of it, and leaves to transformers what it does not do.
+As the model's `generate`, lp also gets the streamer and the tokenizer, which transformers keeps from a
+`custom_generate` callable. Calls that lp can't do exactly go to transformers' own `generate`.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from lp.parallel.context import ParallelContext
 from lp.sampling.generation_config import FIELDS, Does, refusals
 
 logger = logging.getLogger(__name__)
-NAMES = tuple(inspect.signature(GenerationMixin.generate).parameters)[1:-1]  # of its arguments, in their order
+NAMES = tuple(inspect.signature(GenerationMixin.generate).parameters)[1:-1]  # positional arguments of `generate`
 OWN_DRAFTS = "lp drafts by itself, and needs no other model or n-grams"
-# Left out where reasons are compared, so that lengths and addresses make no new one.
+# Removed from reasons before they are compared, so that two that differ in a length or an address are logged once.
 NUMBER = re.compile(r"0x[0-9a-f]+|\d+(\.\d+)?(e[+-]?\d+)?")
 M = TypeVar("M")
 
@@ -49,29 +49,30 @@ def accelerate(
     context: ParallelContext | None = None,
     exact: str = Exact.AUTO,
 ) -> M:
-    """Let `model.generate(...)` decode by lookahead: in pipelines, with streamers, stop strings and all.
+    """Make `model.generate(...)` decode by lookahead, without a change to pipelines and other code that calls it.
 
-    What this package does not do exactly, as beams, is left to transformers' own `generate`, and one line of the log
-    says why. So are calls with a `custom_generate` of their own. Tokens are those of transformers; a text that is
-    sampled follows torch's seed, and is another one than transformers would draw with it.
+    Streamers, stop strings, batches and sampling work as before. A call that lp can't do exactly, such as beam search
+    or one with its own `custom_generate`, runs transformers' own `generate`, and the log says why, once. Greedy tokens
+    are those of transformers. A sampled text is reproducible by torch's seed, but differs from the one that
+    transformers would draw with that seed.
 
-    Only this object is changed: `generate` becomes an attribute of it, and not of its class. A deep copy or a pickled
-    model is accelerated by itself, on one rank. Called twice, the second call's arguments count, and a model that lp
-    refused is asked again, as it is where its dtype, its device or its attention is another one.
+    Only this model object is changed: `generate` becomes an attribute of the object; its class stays as it is. Deep
+    copies and pickled models stay accelerated, for one process. A second call replaces the arguments of the first. A
+    model that lp has refused is tried again after a second call, or when its dtype, device or attention has changed.
 
     Args:
-        model: an HF causal LM, or one with a LoRA adapter of PEFT.
-        config: see `lp.LookaheadDecoder`; None takes what pays on this machine.
-        context: the ranks to share steps with, all of which accelerate their model and make the same calls; None is
-            this process alone. All go through lp, or none does.
-        exact: "bitwise" gives the logits of `lp.PlainDecoder(model, exact="bitwise")` bit for bit, in all calls but
-            those left to transformers; "auto" and "tokens" give plain decoding's up to rounding.
+        model: an HF causal LM, also one with a LoRA adapter of PEFT.
+        config: see `lp.LookaheadDecoder`; None chooses the tokens of each step by what pays on this machine.
+        context: the ranks to share steps with: each accelerates its model and makes the same calls, and a call runs
+            through lp on all of them or on none. None is this process alone.
+        exact: "bitwise": logits are those of `lp.PlainDecoder(model, exact="bitwise")` bit for bit, except in calls
+            that run transformers' own `generate`. "auto" and "tokens": they are plain decoding's up to rounding.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: it is no model; among ranks, or with another `exact` than "auto", one that lp refuses.
+        ValueError: `model` is no model; or, among ranks or with another `exact` than "auto", lp can't decode it.
     """
     check_model(model)
     check_kind("context", context, (ParallelContext, type(None)), "lp.ParallelContext, or None for this process")
@@ -89,7 +90,12 @@ def accelerate(
 
 
 def restore(model: M) -> M:
-    """Undo `accelerate`, and free what this package holds for the model; harmless where nothing is to be undone.
+    """Undo `accelerate`: give a model its own `generate` back, and free lp's caches and graphs for it.
+
+    A model that is not accelerated stays as it is.
+
+    Args:
+        model: the model that `accelerate` was given.
 
     Returns:
         The model.
@@ -105,13 +111,14 @@ def restore(model: M) -> M:
 
 
 class Accelerated:
-    """`generate` of one model: through this package, or through transformers.
+    """The callable that `accelerate` puts in the place of a model's `generate`.
+
+    It decodes through lp if it can do the call exactly, else through transformers.
 
     Args:
-        model: the model whose attribute this is.
-        config, context: see `accelerate`.
-        original: what the attribute was before; None where there was none.
-        exact: whether logits are plain decoding's bit for bit, as `accelerate` was asked.
+        model: the model whose `generate` it replaces.
+        config, context, exact: see `accelerate`.
+        original: value of the model's attribute `generate` before; None if only its class has one.
     """
 
     __name__ = "generate"
@@ -130,16 +137,16 @@ class Accelerated:
         self._told = set[str]()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy has: it is of other weights, and ranks can't be copied."""
+        """State for a copy of the model: without the decoder, which is for these weights, and without the ranks."""
         return vars(self) | {"context": None, "_decoder": None, "_unfit": None, "_told": set()}
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """Signature of transformers' own `generate`, which programs look at."""
+        """Signature of transformers' own `generate`, for programs that inspect it to find the arguments."""
         return inspect.signature(self._transformers)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate as the model's own `generate` would: through lp where the call allows it, else by transformers."""
+        """Generate through lp if it can do the call exactly, else by transformers; arguments are transformers' own."""
         if kwargs.get("custom_generate") is not None or kwargs.get("continuous_batching_config") is not None:
             return self._transformers(*args, **kwargs)
         try:
@@ -150,16 +157,19 @@ class Accelerated:
         return self._transformers(*args, **kwargs)
 
     def make_decoder(self, model: PreTrainedModel) -> LookaheadDecoder:
-        """The decoder of the model that transformers hands over, which all ranks make together.
+        """Make the decoder for this and further calls; among ranks, all call it together.
+
+        Args:
+            model: the model to decode with; for a PEFT wrapper, the model that it wraps.
 
         Raises:
-            ValueError: as of LookaheadDecoder.
+            ValueError: `LookaheadDecoder` refuses the model or the config.
         """
         self._decoder = LookaheadDecoder(model, self.config, self.context, exact=self.exact)
         return self._decoder
 
     def forget(self) -> None:
-        """Free the decoder and caches that are held for further calls."""
+        """Free the decoder, and the caches and graphs that are kept for further calls."""
         if self._decoder is not None:
             release(self._decoder.model)
             self._decoder = None
@@ -170,7 +180,7 @@ class Accelerated:
         return own if self.original is None else self.original
 
     def _through_lp(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises: _Refused: on every rank, before a token is generated."""
+        """Generate through lp; raises _Refused on every rank, before the first token, if lp can't do the call."""
         positional = NAMES[: len(args)]
         given = {**dict(zip(positional, args, strict=False)), **kwargs}
         try:
@@ -192,13 +202,13 @@ class Accelerated:
         return self._transformers(**asked, custom_generate=decode)
 
     def _agreed_decoder(self, model: PreTrainedModel) -> LookaheadDecoder:
-        """The decoder of a model, after every rank has found that it can do the call.
+        """Get the decoder for a call, once every rank has said that it can do the call.
 
-        Where some rank has no decoder, all make one. Before, each says whether its model can be run, since making one
-        is a collective call.
+        If some rank has no decoder yet, all make one. Making one is a collective call, so each rank first says whether
+        its model can be run.
 
         Raises:
-            _Refused: on every rank.
+            _Refused: on every rank, if one of them can't do the call.
         """
         with nullcontext() if self._among_ranks else lock_of(model):
             decoder = self._decoder if self._decoder is not None and self._decoder.model is model else None
@@ -213,11 +223,16 @@ class Accelerated:
                 self._refuse(str(error))
 
     def _checked(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of transformers' own `generate`, with what it would not hand over put where it does.
+        """Check the arguments of a call, and rewrite them so that transformers hands over all that lp needs.
+
+        Transformers keeps the tokenizer from a `custom_generate` callable: stop strings become a ready criterion.
+
+        Returns:
+            Arguments for transformers' own `generate`, by name.
 
         Raises:
-            UserError: what lp does not do.
-            _Refused: so are fields of the generation config.
+            UserError: an argument asks for something that lp does not do.
+            _Refused: a field of the generation config does.
         """
         owner = type(self.model).generate
         own = owner is GenerationMixin.generate or owner.__module__.partition(".")[0] == "peft"
@@ -253,7 +268,7 @@ class Accelerated:
         return asked
 
     def _effective(self, given: Mapping[str, Any]) -> GenerationConfig:
-        """What holds in a call: its keywords before its generation config, that before the model's."""
+        """The generation settings of a call: its keywords, else its generation config, else the model's."""
         sources = (given.get("generation_config"), self.model.generation_config)
         config = GenerationConfig()
         for name in FIELDS:
@@ -263,7 +278,12 @@ class Accelerated:
         return config
 
     def _unset(self, asked: dict[str, Any], name: str) -> None:
-        """Take a field of the generation config out of a call."""
+        """Unset a field of the generation config for one call, wherever it was set.
+
+        Args:
+            asked: arguments of the call; changed in place.
+            name: name of the field.
+        """
         asked.pop(name, None)
         if getattr(asked.get("generation_config"), name, None) is not None:
             asked["generation_config"] = copy.copy(asked["generation_config"])
@@ -272,10 +292,10 @@ class Accelerated:
             asked[name] = None
 
     def _check(self, plan: Plan, model: PreTrainedModel) -> None:
-        """Refuse what lp would end before transformers does, what one rank alone can do, and a model that is unfit.
+        """Refuse a call that is longer than the model's context, that needs one rank, or whose model lp has refused.
 
         Raises:
-            UserError: names it.
+            UserError: names the obstacle.
         """
         check_adapter(model)  # here too, where the call can still be transformers' own
         if self._unfit is not None and self._unfit[0] == _State.of(model):
@@ -301,17 +321,17 @@ class Accelerated:
         raise _Refused(reason, kind)
 
     def _agree(self, reason: str, has_decoder: bool = True) -> bool:
-        """Tell the other ranks whether this one can go through lp. Each calls it equally often, until one has a reason.
+        """Exchange with the other ranks whether lp can do the call; every rank calls it at the same points.
 
         Args:
-            reason: why this rank can't go through lp, if it can't.
+            reason: why this rank can't go through lp; empty if it can.
             has_decoder: whether this rank has made its decoder.
 
         Returns:
-            Whether every rank has.
+            Whether every rank has made its decoder.
 
         Raises:
-            _Refused: another rank has a reason, and this one none.
+            _Refused: another rank can't go through lp, and this one can.
         """
         if self.context is None or self.context.alone:
             return has_decoder
@@ -322,7 +342,7 @@ class Accelerated:
         return all(have)
 
     def _tell(self, line: str, kind: str = "") -> None:
-        """Log a line once for each kind; without a kind, lines that differ in numbers alone are of one."""
+        """Log a warning unless one of its kind was logged before; the default kind is the line without numbers."""
         kind = kind or NUMBER.sub("", line)
         if kind not in self._told:
             self._told.add(kind)
@@ -330,11 +350,11 @@ class Accelerated:
 
 
 class _Refused(Exception):
-    """What lp does not do; transformers does it.
+    """Raised where a call asks for something that lp does not do, so that transformers runs it.
 
     Args:
-        reason: what lp does not do, in one line.
-        kind: what such reasons are logged once by; empty: the reason without its numbers.
+        reason: one line that says what it is.
+        kind: reasons with the same kind are logged once; empty: the reason without numbers.
     """
 
     def __init__(self, reason: str, kind: str = "") -> None:
@@ -343,7 +363,7 @@ class _Refused(Exception):
 
 
 class _State(NamedTuple):
-    """A model as it was refused; as long as it is the same, it is not asked again."""
+    """State of a model that lp has refused; while the state is the same, lp is not tried again."""
 
     model: PreTrainedModel
     dtype: torch.dtype
@@ -356,5 +376,5 @@ class _State(NamedTuple):
 
 
 def _handed_over(model: Any) -> Any:
-    """What transformers' generate gives to `custom_generate`: the model, or the one that PEFT's wrapper holds."""
+    """The model that transformers passes to a `custom_generate` callable: for a wrapper of PEFT, the one inside."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -1,4 +1,4 @@
-"""`model.generate(..., custom_generate=lp.generate)`: lookahead behind transformers' own entry point.
+"""`model.generate(..., custom_generate=lp.generate)`: lookahead decoding for a single call of transformers' generate.
 
 B: prompts of the batch, L: length of the padded prompts, T: tokens of the longest text, V: vocabulary.
 """
@@ -40,7 +40,7 @@ from lp.sampling.generation_config import NONE, of_prompt, refusals
 from lp.sampling.params import SamplingParams
 from lp.sampling.processors import check_processors
 
-# What transformers hands over by itself, and what changes no token.
+# Arguments that need no handling: transformers adds them by itself, or they change no token.
 KNOWN = {
     "attention_mask",
     "position_ids",
@@ -68,39 +68,39 @@ def generate(
     kv_dtype: str = KVDtype.AUTO,
     **model_kwargs: Any,
 ) -> torch.Tensor | GenerateDecoderOnlyOutput:
-    """Lookahead decoding for transformers' `generate`: greedy, or sampled when do_sample is set.
+    """Decode one call of transformers' `generate` by lookahead: `model.generate(..., custom_generate=lp.generate)`.
 
-    Prompts of a batch take steps together. Two things transformers keeps from a `custom_generate` callable, and
-    `lp.accelerate(model)` hands over:
-    - a streamer, which given to `generate` gets the prompt and nothing more, so bind it:
+    It is greedy, or samples if do_sample is set; prompts of a batch share steps. Transformers does not pass two things
+    on to a `custom_generate` callable (`lp.accelerate(model)` gets both):
+    - a streamer: given to `generate`, it gets the prompt and nothing more. Bind it instead:
       `custom_generate=functools.partial(lp.generate, streamer=streamer)`;
-    - the tokenizer that `stop_strings=` needs (it raises), so pass the criterion ready-made:
+    - the tokenizer that `stop_strings=` needs, without which it raises. Pass the criterion instead:
       `stopping_criteria=[transformers.StopStringCriteria(tokenizer, stop_strings)]`.
 
     Args:
-        model, input_ids, logits_processor, stopping_criteria, generation_config: what transformers hands over.
-        window_size, ngram_size, guess_set_size: W, N, G, given to `model.generate` by keyword; with none of them every
-            step takes what pays on this machine.
-        seed: seed of the sampling; None draws one from torch's generator.
-        streamer: gets the prompt, then the tokens as they come; for one prompt.
-        exact: "bitwise" gives the logits of `lp.PlainDecoder(model, exact="bitwise")` bit for bit; "auto" and "tokens"
-            give plain decoding's up to rounding.
-        kv_dtype: "int8" or "fp8" holds keys and values in one byte each, with the tokens of
-            `lp.AutoregressiveDecoder(model, kv_dtype=...)`; "auto" is the model's dtype.
+        model, input_ids, logits_processor, stopping_criteria, generation_config: what transformers passes.
+        window_size, ngram_size, guess_set_size: W, N and G, given to `model.generate` by keyword. With none of them,
+            each step takes as many tokens as pay on this machine.
+        seed: seed of a sampled text; None: drawn from torch's generator.
+        streamer: streamer that gets the prompt, then the new tokens step by step; for one prompt.
+        exact: "bitwise": logits are those of `lp.PlainDecoder(model, exact="bitwise")` bit for bit. "auto" and
+            "tokens": they are plain decoding's up to rounding.
+        kv_dtype: "int8" or "fp8": the cache stores keys and values in one byte each; tokens are those of
+            `lp.AutoregressiveDecoder(model, kv_dtype=...)`. "auto": the model's dtype.
+        model_kwargs: further arguments that transformers passes, such as attention_mask or images.
 
     Returns:
-        What `generate` would: LongTensor (B, L + T), or GenerateDecoderOnlyOutput if return_dict_in_generate, with
-        `scores` (processed, before noise) and `logits` (raw) if asked for: T tensors (B, V). Where a sequence of the
-        batch is padding they are zero, while transformers has its model's logits behind padding. It has no cache, and
-        an empty one that the caller gives stays empty: transformers hands over its own in the same way.
+        What `generate` returns: LongTensor (B, L + T), or GenerateDecoderOnlyOutput if return_dict_in_generate. The
+        latter has `scores` (processed, before noise) and `logits` (the model's), if asked for: T tensors (B, V), which
+        are zero where a sequence of the batch is padding (transformers has logits there). It has no cache; an empty
+        cache that the caller gives stays empty.
 
     Raises:
-        Interrupted: a KeyboardInterrupt, as of transformers; SIGINT or SIGTERM came. Its `outputs` are all sequences of
-            the batch as far as they are.
-        ValueError: what this decoder can't do exactly, by name: beams, use_cache=False, attentions, some processors,
-            masks with zeros behind a token, images of several prompts or of a model that `lp.LookaheadDecoder` does
-            not take them for, a cache that holds something already, a model
-            whose inputs are prepared by code that is not transformers', as PEFT's prompt learning does.
+        Interrupted: SIGINT or SIGTERM came. It is a KeyboardInterrupt whose `outputs` has each prompt's tokens so far.
+        ValueError: the call asks for something that lp can't do exactly, and the message names it: beams,
+            use_cache=False, attentions, some processors, masks with zeros behind a token, images with several prompts
+            or with a model whose images lp does not take, a cache that is not empty, or a model with its own code for
+            preparing inputs, as PEFT's prompt learning has.
     """
     plan = Plan.of(
         model, input_ids, logits_processor, stopping_criteria, generation_config, streamer=streamer, **model_kwargs
@@ -111,15 +111,17 @@ def generate(
 
 @dataclass(frozen=True)
 class Plan:
-    """A call of transformers', checked: no rank has told another anything yet.
+    """A checked call of transformers' `generate`, ready to `run`.
+
+    Making one involves no other rank, so that ranks can still agree to leave the call to transformers.
 
     Attributes:
-        input_ids: (B, L), padded on the left.
+        input_ids: token ids of the prompts, int64 (B, L), padded on the left.
         config: the call's generation config.
         processors: logits processors of each prompt.
-        stops: when texts end.
-        paddings: how many tokens each prompt is padded with on the left.
-        inputs: images of the prompt, and what belongs to them, by the names of the model's `forward`; for one prompt.
+        stops: what ends the texts.
+        paddings: number of left padding tokens of each prompt.
+        inputs: arguments of the model's `forward` for images, by name, such as pixel_values; for one prompt only.
         streamer: streamer that shows the text; None for none.
     """
 
@@ -143,7 +145,7 @@ class Plan:
         streamer: BaseStreamer | None = None,
         **model_kwargs: Any,
     ) -> Plan:
-        """The plan of a call; arguments and errors are those of `generate`."""
+        """Check a call and make its plan; arguments and errors are those of `generate` in this module."""
         config = generation_config or model.generation_config
         _check_asked(config, len(input_ids), streamer)
         _check_preparation(model)
@@ -161,11 +163,11 @@ class Plan:
         return cls(input_ids, config, processors, stops, paddings, inputs, streamer)
 
     def run(self, decoder: LookaheadDecoder, seed: int | None = None) -> torch.Tensor | GenerateDecoderOnlyOutput:
-        """What `generate` returns, by this decoder's steps.
+        """Run the call with a decoder; returns what transformers' `generate` returns.
 
         Args:
             decoder: decoder of the model.
-            seed: see `generate`.
+            seed: seed of sampled texts; None: drawn from torch's generator.
         """
         input_ids, config, stops, streamer = self.input_ids, self.config, self.stops, self.streamer
         asked = config.return_dict_in_generate
@@ -232,13 +234,14 @@ class Plan:
 
 @dataclass(frozen=True)
 class _Stops:
-    """What ends the texts of a call, and whether ended ones are padded.
+    """What ends the texts of a call, and whether texts that end early are padded.
 
     Attributes:
-        eos: ids of the tokens that end a text.
-        max_length: most tokens of a text: the prompt, padding included, and what is generated.
-        criteria: all other criteria, subclasses of transformers' own among them.
-        pads: whether an ended sequence is padded, as transformers does where a criterion has an `eos_token_id`.
+        eos: token ids that end a text.
+        max_length: most tokens of a text: prompt, padding and generated tokens together.
+        criteria: the call's other criteria.
+        pads: whether a text that has ended is padded while others of the batch go on, as transformers does if a
+            criterion has an `eos_token_id`; else it goes on, too.
     """
 
     eos: list[int]
@@ -248,9 +251,13 @@ class _Stops:
 
     @classmethod
     def of(cls, criteria: Iterable[StoppingCriteria], config: GenerationConfig) -> _Stops:
-        """What ends the texts of a call; the caller's criteria replace what the config says of EOS and length.
+        """Find what ends the texts of a call. A criterion for EOS or length overrides what the config says of it.
 
-        Transformers hands over the caller's criterion in the place of the one that it makes of the config.
+        Transformers passes the caller's criterion in the place of the one that it makes from the config.
+
+        Args:
+            criteria: the criteria that transformers passes.
+            config: the call's generation config.
         """
         given = list(criteria)
         eos = [criterion.eos_token_id for criterion in given if type(criterion) is EosTokenCriteria]
@@ -268,7 +275,7 @@ class _Stops:
 def _replaced(
     outputs: list[GenerationOutput], indices: list[int], others: list[GenerationOutput]
 ) -> list[GenerationOutput]:
-    """Outputs of which those with these indices are replaced by others, if these are longer."""
+    """Replace the outputs at `indices` by `others`, one for each index, if these have more tokens."""
     longer = {index: other for index, other in zip(indices, others, strict=True)}
     return [max(output, longer.get(index, output), key=lambda o: len(o.tokens)) for index, output in enumerate(outputs)]
 
@@ -282,9 +289,9 @@ def _check_asked(config: GenerationConfig, batch: int, streamer: BaseStreamer | 
 
 
 def _check_preparation(model: PreTrainedModel) -> None:
-    """Refuse a model that makes its inputs of the tokens in a way of its own, which the decoder never calls.
+    """Refuse a model whose `prepare_inputs_for_generation` is not transformers', since lp never calls it.
 
-    PEFT sets its `prepare_inputs_for_generation` on a base model to add virtual tokens; LoRA and its kin are modules.
+    PEFT replaces it on the base model to add virtual tokens (prompt tuning); adapters such as LoRA don't need it.
     """
     prepare, own = model.prepare_inputs_for_generation, getattr(type(model), "prepare_inputs_for_generation", None)
     name = f"{type(model).__name__}.prepare_inputs_for_generation"
@@ -303,7 +310,12 @@ def _check_preparation(model: PreTrainedModel) -> None:
 
 
 def _check_cache(name: str, cache: Any) -> None:
-    """Refuse a cache that holds something, of whatever text; the empty one that transformers makes goes unused."""
+    """Refuse a cache that is not empty, or quantised; the empty one that transformers makes is not used.
+
+    Args:
+        name: name of the argument, for the error.
+        cache: a cache of transformers, or None.
+    """
     if cache is None:
         return
     try:
@@ -324,10 +336,11 @@ def _check_cache(name: str, cache: Any) -> None:
 
 
 def _paddings(input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> list[int]:
-    """Left padding of every prompt (B,).
+    """Number of left padding tokens of every prompt, by the attention mask: (B,).
 
     Raises:
-        ValueError: the model is to be given something else than tokens, or to skip some.
+        ValueError: the mask has another length than the prompt, or zeros behind a prompt's first token, or positions
+            are given that do not count from there.
     """
     images = _given_images(model_kwargs)
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
@@ -363,10 +376,10 @@ def _given_images(model_kwargs: dict[str, Any]) -> dict[str, Any]:
 def _images(
     model: PreTrainedModel, prompts: list[list[int]], paddings: list[int], model_kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """What the decoder takes besides the tokens of the one prompt; none where there is no image.
+    """Arguments of the decoder for the images of the only prompt; empty if there are none.
 
     Raises:
-        ValueError: images that lp does not take, or which of several prompts they belong to is not known.
+        ValueError: lp does not take the images, or there are several prompts or padding.
     """
     if not (inputs := _given_images(model_kwargs)):
         return {}
@@ -382,7 +395,10 @@ def _images(
 
 
 def _by_step(texts: list[torch.Tensor | None], device: torch.device) -> tuple[torch.FloatTensor, ...] | None:
-    """Turn each prompt's (new tokens, V) into transformers' T times (B, V), float32; zeros behind the end of a text."""
+    """Turn logits by prompt, (new tokens, V), into logits by step as transformers has them: T times (B, V), float32.
+
+    They are zero behind the end of a text. None if no logits were asked for.
+    """
     given = [logits.to(device, torch.float32) for logits in texts if logits is not None]
     return tuple(pad_sequence(given)) if given else None
 
