@@ -8,10 +8,15 @@ window is one where it was accepted. The names are those of vLLM 0.32's `metrics
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from lp.engine.output import StepStats
+
+
+def draft_tokens(steps: Iterable[StepStats]) -> int:
+    """How many tokens these steps have drafted: no fewer than they accepted, of which some are of the window."""
+    return sum(max(step.num_draft, step.accepted) for step in steps)
 
 
 def acceptance(steps: Sequence[StepStats]) -> dict[str, Any]:
@@ -27,7 +32,7 @@ def acceptance(steps: Sequence[StepStats]) -> dict[str, Any]:
     drafted = [step for step in steps if step.num_draft or step.accepted]
     accepted = Counter(step.accepted for step in drafted)
     num_accepted = sum(step.accepted for step in drafted)
-    num_draft = sum(max(step.num_draft, step.accepted) for step in drafted)
+    num_draft = draft_tokens(drafted)
     return {
         "mean_acceptance_length": 1 + num_accepted / max(len(drafted), 1),
         "draft_acceptance_rate": num_accepted / max(num_draft, 1),

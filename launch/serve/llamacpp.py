@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from .acceptance import draft_tokens
 from .api_errors import ApiError
 from .bodies import InfillBody, LlamaCpp
 from .engine_loop import Ending, Piece
@@ -149,7 +150,7 @@ class LlamaCompletion:
                 **_rate("prompt", len(self.prompt) - ending.cached, ending.prefill_s),
                 "predicted_n": generated,
                 **_rate("predicted", generated, ending.decode_s),
-                "draft_n": sum(step.num_draft for step in ending.steps),
+                "draft_n": draft_tokens(ending.steps),
                 "draft_n_accepted": sum(step.accepted for step in ending.steps),
             },
         }

@@ -8,7 +8,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 
-from .acceptance import acceptance
+from .acceptance import acceptance, draft_tokens
 from .engine_loop import Ending, EngineLoop
 
 SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
@@ -63,7 +63,7 @@ class Metrics:
             self._prompt_tokens.inc(ending.prompt_tokens - ending.cached)
         self._cached_tokens.inc(ending.cached)
         self._steps.inc(len(ending.steps))
-        self._drafts.inc(sum(step.num_draft for step in ending.steps))
+        self._drafts.inc(draft_tokens(ending.steps))
         self._accepted.inc(sum(step.accepted for step in ending.steps))
         found = acceptance(ending.steps)
         for name, drafted in self._drafted.items():

@@ -26,6 +26,7 @@ from lp.sampling.reasoning import ReasoningBlock
 from ..text.chat_tokens import LiteralCopy, text_tokens
 from ..text.detokenizer import Vocabulary
 from ..text.image_prompts import ImagePrompts
+from .acceptance import draft_tokens
 from .api_errors import SHOWN, ApiError
 from .engine_loop import Abandoned, Busy, Closing, Ending, EngineLoop, Event, LiveText, Scoring
 from .fim import FAMILIES, FimPrompts, lacking_family
@@ -570,6 +571,6 @@ def usage(prompts: Sequence[Sequence[int]], endings: Sequence[Ending], predicted
         },
         "steps": steps,
         "tokens_per_step": sum(ending.generated for ending in endings) / steps if steps else 0.0,
-        "draft_tokens": sum(step.num_draft for ending in endings for step in ending.steps),
+        "draft_tokens": sum(draft_tokens(ending.steps) for ending in endings),
         "accepted_draft_tokens": sum(step.accepted for ending in endings for step in ending.steps),
     }

@@ -519,7 +519,7 @@ def test_another_owner_s_texts_change_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_another_owner_s_texts_take_no_time(tmp_path: Path) -> None:
-    """Of steps that are as many, their time would tell: here by the thread's clock, in turn with a decoder alone."""
+    """Steps that are as many would tell by their time: measured by the thread's clock, in turn with a decoder alone."""
     model, rng = tiny_model(), random.Random(1)
     ids, texts = drawn_text(rng, 30), [drawn_text(rng, 200) for _ in range(300)]
     decoders = []

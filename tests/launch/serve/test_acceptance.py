@@ -64,5 +64,8 @@ def test_an_answer_has_them_beside_its_usage(
     found, usage = whole["metrics"]["speculative_decoding"], whole["usage"]
     assert tuple(found) == NAMES
     assert found["num_accepted_draft_tokens"] == usage["accepted_draft_tokens"] > 0
-    assert found["num_draft_tokens"] >= usage["draft_tokens"] > 0 and 0 < found["num_spec_steps"] <= usage["steps"]
+    assert (
+        found["num_draft_tokens"] == usage["draft_tokens"] >= usage["accepted_draft_tokens"] > 0
+        and 0 < found["num_spec_steps"] <= usage["steps"]
+    )
     assert last(n=2)["metrics"] == {"speculative_decoding": None}
