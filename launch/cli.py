@@ -16,7 +16,7 @@ import contextlib
 import gc
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -71,7 +71,7 @@ def run_tool(name: str, args: Sequence[str]) -> None:
     """Run a tool with these arguments."""
     atexit.register(gc.freeze)  # else Python looks through a million objects when it ends, for seconds
     with waits_shown():
-        with waiting("importing torch and transformers"):
+        with _importing("torch and transformers"):
             from .running.errors import reported
 
             tool = import_module(f"{PACKAGE}.{name}")
@@ -93,11 +93,11 @@ def start(name: str, args: Sequence[str]) -> None:
 def _start(name: str, args: Sequence[str]) -> None:
     app = APPS[name]
     starting = contextlib.ExitStack()
-    starting.enter_context(waiting("importing Hydra"))
+    starting.enter_context(_importing("Hydra"))
     from .running.errors import names_key, reported
 
     def task(config: Any) -> float | None:
-        with waiting("importing torch and transformers"):
+        with _importing("torch and transformers"):
             module = import_module(f"{PACKAGE}.{name}")
         return getattr(module, app.function)(config)
 
@@ -118,6 +118,23 @@ def _start(name: str, args: Sequence[str]) -> None:
         from .running.hydra_app import run  # imports lp's functions, which are compiled by now
     sys.argv = [f"lp {name}", *overrides_first(overrides)]  # where Hydra reads them
     run(task, name)
+
+
+@contextlib.contextmanager
+def _importing(what: str) -> Iterator[None]:
+    """Show what is imported, which stays to the end: Python would look through its million objects for garbage again and
+    again, a sixth of the time until the first text.
+    """
+    collects, known = gc.isenabled(), len(sys.modules)
+    gc.disable()
+    try:
+        with waiting(f"importing {what}"):
+            yield
+    finally:
+        if len(sys.modules) > known:
+            gc.freeze()
+        if collects:
+            gc.enable()
 
 
 def own_arguments(name: str, args: Sequence[str]) -> list[str]:

@@ -32,7 +32,7 @@ from lp.engine.step_timing import GivenStepTimes
 if TYPE_CHECKING:
     import psutil  # not on every machine that runs tests/gpu
 
-pytest_plugins = ["tests.support.apps", "tests.support.forked"]
+pytest_plugins = ["tests.support.apps", "tests.support.forked", "tests.support.known_findings"]
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parent.parent
 LONG = os.environ.get("LP_TEST_LONG") == "1"
@@ -62,10 +62,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
-def pytest_collection_finish() -> None:
-    """What is there now stays to the end: each full collection would walk a million objects, which takes a second."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None]:
+    """What is imported stays to the end: each full collection of garbage would walk a million objects, for a second."""
+    gc.disable()
+    yield
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def _keep_subsets(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import os
 import pty
@@ -137,12 +138,12 @@ def test_a_pasted_block_that_begins_with_quotes(typed: Callable[..., Keyboard], 
     assert [keyboard.read() for _ in range(3)] == [text, "next", None]
 
 
+# The module by itself: its package imports torch, which takes seconds.
 PASTING = """
-import sys
+import runpy, sys
 if {without}:
     sys.modules["readline"] = None
-from launch.chat.keyboard import Keyboard
-keyboard = Keyboard()
+keyboard = runpy.run_path("{module}")["Keyboard"]()
 text = ""
 while text is not None:
     text = keyboard.read()
@@ -160,7 +161,8 @@ def test_a_pasted_block_is_one_text(without: bool) -> None:
     child, terminal = pty.fork()
     if not child:
         os.environ["TERM"] = "xterm"
-        os.execv(sys.executable, [sys.executable, "-c", PASTING.format(without=without)])
+        script = PASTING.format(without=without, module=inspect.getfile(Keyboard))
+        os.execv(sys.executable, [sys.executable, "-c", script])
     seen = b""
 
     def until(text: bytes) -> None:

@@ -37,6 +37,9 @@ SAMPLED = lp.SamplingParams(temperature=0.8, seed=3)
 NEW = 16
 
 
+pytestmark = pytest.mark.usefixtures("known_findings")
+
+
 @pytest.fixture(autouse=True)
 def at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes are captured when they first come, but for the test of that."""
