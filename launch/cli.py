@@ -122,8 +122,8 @@ def _start(name: str, args: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def _importing(what: str) -> Iterator[None]:
-    """Show what is imported, which stays to the end: Python would look through its million objects for garbage again and
-    again, a sixth of the time until the first text.
+    """Show what is imported. It stays to the end, and Python would look for garbage among its million objects again and
+    again: a sixth of the time until the first text.
     """
     collects, known = gc.isenabled(), len(sys.modules)
     gc.disable()

@@ -17,6 +17,7 @@ from launch.config.schema import register, settings
 from launch.running.errors import explain
 from launch.running.hydra_app import CONF, register_resolvers
 from lp.removed_keys import REMOVED, removal
+from tests.conftest import LONG
 from tests.support.switches import SWITCHES
 
 PEERS = (lp.JacobiConfig, lp.PaperConfig, lp.PromptLookupConfig, lp.RecyclingConfig, lp.SuffixConfig)
@@ -57,6 +58,13 @@ GONE = (
 )
 # What a key needs to be asked for: another app than generate, or another choice of its group.
 ASKED_WITH = {"sampling.seed": ["sampling=sample"]}
+FORMS = ("", "+", "~")  # a key is set, added or taken away; each key in one of them, the next key in the next
+CASES = [
+    (key, form)
+    for number, key in enumerate(GONE)
+    for form in FORMS
+    if LONG or key == "nodes" or form == FORMS[number % len(FORMS)]
+]
 
 
 @pytest.fixture
@@ -68,8 +76,7 @@ def configs() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("configs")
-@pytest.mark.parametrize("plus", ["", "+", "~"])
-@pytest.mark.parametrize("key", GONE)
+@pytest.mark.parametrize(("key", "plus"), CASES)
 def test_keys_of_apps(key: str, plus: str) -> None:
     """A run that took an old key for nothing, or called it unknown, would leave its user to look for the new one."""
     app = "scaling" if key.startswith("nodes") else "generate"

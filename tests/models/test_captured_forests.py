@@ -27,6 +27,7 @@ from lp.sampling.penalties import CountPenalty
 from tests.conftest import some_of
 from tests.support.adapted import active, add_adapters
 from tests.support.engine_calls import Call, check_call, run_calls
+from tests.support.simulated_cuda import on_host
 from tests.support.simulated_cuda.events import KINDS, Events
 from tests.support.simulated_cuda.ranks import run_on_gpus
 from tests.support.simulated_cuda.simulation import SimulatedCuda
@@ -54,7 +55,8 @@ def engine_of(model: Any, config: lp.LookaheadConfig = CONFIG, **options: Any) -
 
 
 def plain(model: Any, ids: list[int], sampling: lp.SamplingParams | None = None) -> list[int]:
-    return lp.AutoregressiveDecoder(model).generate(ids, NEW, sampling, eos_token_id=()).tokens
+    with on_host():
+        return lp.AutoregressiveDecoder(model).generate(ids, NEW, sampling, eos_token_id=()).tokens
 
 
 def graphs(step: Events) -> int:

@@ -64,7 +64,8 @@ class Case:
 
 FEW = (TILE + 97,)
 SMALL = {
-    "prefixes": Case((0, 63, 96, 97, TILE + DEPTH, 700), heads=2, kv_heads=1),
+    "prefixes": Case((0, 63, 97, TILE + DEPTH), heads=2, kv_heads=1),
+    "long prefixes": Case((96, 700), heads=2, kv_heads=1),
     "sliding window of 20": Case(FEW, window=Window(20)),
     "sliding window of 300": Case((700,), window=Window(300)),
     "chunks of 20": Case(FEW, window=Window(20, chunked=True)),

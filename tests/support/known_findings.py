@@ -29,7 +29,7 @@ def findings() -> dict[Hashable, Findings]:
 
 @pytest.fixture
 def known_findings(findings: dict[Hashable, Findings], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The probe runs once for models that are alike and run alike; each of them takes a step as a whole all the same."""
+    """The probe runs once for models that are alike and run alike; each takes a step as a whole nevertheless."""
     found_anew = probe.probed
 
     def probed(runner: StepRunner, nodes: Sequence[int] = probe.PLANTED) -> Findings:

@@ -13,7 +13,7 @@ what torch.compile makes of a step. `torch.cuda.is_available()` stays False, so 
 """
 
 from tests.support.simulated_cuda.events import LAUNCH, PAGEABLE, SYNC, Events
-from tests.support.simulated_cuda.install import simulated_cuda, why_not
+from tests.support.simulated_cuda.install import on_host, simulated_cuda, why_not
 from tests.support.simulated_cuda.ranks import run_on_gpus
 from tests.support.simulated_cuda.simulation import CudaTensor, DeviceError, SimulatedCuda
 
@@ -25,6 +25,7 @@ __all__ = [
     "DeviceError",
     "Events",
     "SimulatedCuda",
+    "on_host",
     "run_on_gpus",
     "simulated_cuda",
     "why_not",

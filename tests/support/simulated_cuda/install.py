@@ -8,6 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lp.attention.parts import InParts
 from lp.models import kernel_choice
@@ -50,6 +51,13 @@ def simulated_cuda() -> Iterator[SimulatedCuda]:
         finally:
             torch.__future__.set_overwrite_module_params_on_conversion(overwrites)
             forget_pinned()
+
+
+@contextlib.contextmanager
+def on_host() -> Iterator[None]:
+    """What the host computes for itself, such as an oracle, without the simulation, which doubles its time."""
+    with _disable_current_modes():
+        yield
 
 
 def _replacements() -> dict[str, Any]:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tests.support.simulated_cuda.graphs import Recording
 
 CPU = torch.device("cpu")
+COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd  # type: ignore[attr-defined]
 SEQUENCES = (tuple, list)  # made once: `tuple | list` would be made at each of a million calls
 PINS = ("is_pinned", "_pin_memory", "pin_memory")
 EXPLICIT = ("Event.", "Stream.", "cuda.", "capture of a graph")  # waiting that the sync debug mode does not see
@@ -77,7 +78,7 @@ class CudaTensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, raw: torch.Tensor, device: torch.device) -> CudaTensor:
+    def __new__(cls, raw: torch.Tensor, device: torch.device, block: Block | None = None) -> CudaTensor:
         tensor = torch.Tensor._make_wrapper_subclass(
             cls,
             raw.size(),
@@ -87,10 +88,11 @@ class CudaTensor(torch.Tensor):
             device=device,
         )
         tensor.raw = raw
-        at = address(raw)
-        block = blocks.get(at)
         if block is None:
-            block = blocks[at] = Block(line_of_lp())
+            at = address(raw)
+            block = blocks.get(at)
+            if block is None:
+                block = blocks[at] = Block(line_of_lp())
         tensor.block = block
         return tensor
 
@@ -200,7 +202,9 @@ class SimulatedCuda(TorchDispatchMode):
         op = operator(func)
         if op.composite and (on_cuda or for_cuda):  # inference mode hands them over whole
             with self:
-                return func.decompose(*args, **kwargs)
+                return func._op_dk(COMPOSITE, *args, **kwargs)  # torch's own, not what Python knows to trace it
+        if op.view and on_cuda and len(tensors) == 1:  # every third operation, and nothing to refuse
+            return self._view(func, args, kwargs, on_cuda[0])
         if op.name == "_to_copy" and (on_cuda or for_cuda):
             return self._moved(func, args[0], device or args[0].device, kwargs)
         if op.name == "copy_" and on_cuda:
@@ -340,16 +344,14 @@ class SimulatedCuda(TorchDispatchMode):
         self.launched(name)
 
     def _launch(self, func: Any, op: Operator, args: Any, kwargs: dict[str, Any], device: torch.device) -> Any:
-        """Run a kernel, or make a view."""
+        """Run a kernel, or make a view of one of several tensors."""
+        if op.view:
+            return self._view(func, args, kwargs, _tensors(args, [])[0])
         if op.launches:
             self.launched(op.name)
         if "device" in kwargs:
             kwargs = kwargs | {"device": CPU}
         kwargs.pop("pin_memory", None)
-        if op.view:
-            base = _tensors(args, [])[0]
-            with torch._C._InferenceMode(base.is_inference()):  # a view of a normal tensor is one, wherever it is made
-                return self._wrapped(func(*_unwrapped(args), **_unwrapped(kwargs)), device)
         targets = op.targets(args, kwargs)
         out = self.run(KERNELS.get(op.name, func), args, kwargs, targets, fresh=op.fresh)
         for target in targets:
@@ -361,6 +363,11 @@ class SimulatedCuda(TorchDispatchMode):
         if op.name in ALLOCATES:
             poison(out)
         return self._wrapped(out, device)
+
+    def _view(self, func: Any, args: Any, kwargs: dict[str, Any], base: Any) -> Any:
+        """A view of a tensor, or several: of the same memory."""
+        with torch._C._InferenceMode(base.is_inference()):  # a view of a normal tensor is one, wherever it is made
+            return self._wrapped(func(*_unwrapped(args), **_unwrapped(kwargs)), base.device, base.block)
 
     def run(self, call: Callable[..., Any], args: Any, kwargs: Any, targets: list[Any], fresh: bool = False) -> Any:
         """Call with the values of these tensors, and record the call while a graph is captured.
@@ -375,11 +382,11 @@ class SimulatedCuda(TorchDispatchMode):
             return call(*_unwrapped(args), **_unwrapped(kwargs))
         return self.recording.run(call, args, kwargs, targets, fresh)
 
-    def _wrapped(self, out: Any, device: torch.device) -> Any:
+    def _wrapped(self, out: Any, device: torch.device, block: Block | None = None) -> Any:
         if isinstance(out, torch.Tensor):
-            return CudaTensor(out, device)
-        if isinstance(out, tuple | list):
-            return type(out)(self._wrapped(item, device) for item in out)
+            return CudaTensor(out, device, block)
+        if isinstance(out, SEQUENCES):
+            return type(out)(self._wrapped(item, device, block) for item in out)
         return out
 
 
@@ -400,5 +407,5 @@ def _unwrapped(value: Any) -> Any:
     if isinstance(value, SEQUENCES):
         return type(value)([_unwrapped(item) for item in value])
     if isinstance(value, dict):
-        return {name: _unwrapped(item) for name, item in value.items()}
+        return {name: _unwrapped(item) for name, item in value.items()} if value else value
     return value
