@@ -20,6 +20,7 @@ from lp.removed_keys import RefusesRemoved
 DEFAULT_TIMEOUT_S = 120.0  # seconds for which ranks wait for each other
 DEFAULT_SETUP_TIMEOUT_S = 1800.0  # seconds while ranks compile and capture, which may take one of them minutes
 MAX_STEP_TOKENS = 8192  # tokens that one rank may compute in a step: the attention mask has their square
+MOST_SHOWN = 80  # characters of a value in a message
 MAX_CORPORA = 4  # corpora that a pool may look in
 MAX_SHARED_TOKENS = 1 << 16  # tokens of a step with a fixed shape, which ranks divide
 # Defaults of W, N and G. With an adaptive config, W and G are bounds for each rank: together 200 tokens a step, about
@@ -256,7 +257,7 @@ def check_corpora(given: Any) -> tuple[str, ...]:
     if len(paths) > MAX_CORPORA or len(set(paths)) < len(paths):
         raise UserError(f"corpora is {list(paths)}; give {MAX_CORPORA} at most, each once")
     if len({*map(corpus_name, paths)}) < len(paths):
-        raise UserError(f"corpora is {list(paths)}, of which two have the same name but for the ending; rename one")
+        raise UserError(f"corpora is {list(paths)}: two have one name, that of the file without the ending; rename one")
     return paths
 
 
@@ -286,10 +287,10 @@ def chosen_corpora(given: Any, known: Sequence[str]) -> tuple[str, ...] | None:
         return None
     remedy = f"give names of these: {', '.join(known)}" if known else "leave it out: there are no corpora here"
     if isinstance(given, (str, bytes)) or not isinstance(given, Sequence):
-        raise UserError(f"corpora is {given!r}; {remedy}")
+        raise UserError(f"corpora is {repr(given)[:MOST_SHOWN]}; {remedy}")
     for name in given:
         if name not in known:
-            raise UserError(f"corpora has {name!r}; {remedy}")
+            raise UserError(f"corpora has {repr(name)[:MOST_SHOWN]}; {remedy}")
     return tuple(sorted({*given}))
 
 

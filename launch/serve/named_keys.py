@@ -61,7 +61,8 @@ def read_keys(path: str | None, api_key: str | None = None) -> dict[str, NamedKe
         if not words or words[0].startswith("#"):
             continue
         name, corpora = words[0], [word for word in words[2:] if word.startswith(CORPORA)]
-        if len(words) != 2 + len(corpora) or len(corpora) > 1 or not OWNER.fullmatch(name):
+        lacks_key = len(words) < 2 or words[1].startswith(CORPORA)
+        if lacks_key or len(words) != 2 + len(corpora) or len(corpora) > 1 or not OWNER.fullmatch(name):
             raise UserError(
                 f"line {number} of {path} is not NAME KEY or NAME KEY corpora=A,B; give a name of up to 64 ASCII "
                 "letters, digits, '_' and '-', a space, and the key"

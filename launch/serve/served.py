@@ -184,7 +184,9 @@ class Served:
         """
         ids = self.encode(text)
         own = self.fim
-        if own is not None and not own.is_gap(ids) and (texts := own.format.texts(text)):
+        if own is not None and own.is_gap(ids):
+            return ids
+        if own is not None and (texts := own.format.texts(text)):
             return own.prompt(*texts, None)[0]  # tokens whose names a tokenizer takes for text, as CodeLlama's
         if (family := lacking_family(text, self.tokenizer)) is None:
             return ids
@@ -272,9 +274,11 @@ class Served:
         Raises:
             ApiError: 400: there is none of a name, or the client may not use it.
         """
-        own = self.client.corpora
+        known, own = self.loop.engine.decoder.corpora, self.client.corpora
+        if own is not None:  # without those of a config whose decoder looks in none
+            known = own = tuple(name for name in own if name in known)
         try:
-            chosen = chosen_corpora(asked, self.loop.engine.decoder.corpora if own is None else own)
+            chosen = chosen_corpora(asked, known)
         except UserError as error:
             raise ApiError(400, str(error), "corpora") from None
         return own if chosen is None else chosen

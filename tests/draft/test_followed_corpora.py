@@ -114,7 +114,11 @@ def test_a_text_looks_in_the_corpora_that_it_names(tmp_path: Path) -> None:
         assert set[int]().union(*(followers([index], [1, 2]) for index in indexes)) == {*own}
         assert set[int]().union(*(followers([index], [6, 8]) for index in indexes)) == {*own} - {3}
         assert followers(indexes, [6, 7]) == ({3} if 3 in own else set()), "the others' file has changed"
-        assert indexes_of(corpora, names) is indexes, "made once"
+    merged = {*corpora._deltas}
+    assert merged == {("b", "c")}, "all have the same delta as b and c have"
+    write_file(delta_of(base, {"1.py": [6, 8, 7]}, 9), delta_path(paths[2]))
+    corpora.follow(INFO)
+    assert followers(indexes_of(corpora), [6, 8]) == {4, 7}, "and no longer what it was"
     before = indexes_of(corpora, ["b"])
     written(paths[1], [[1, 2, 8]])
     corpora.follow(INFO)
@@ -269,7 +273,7 @@ def test_a_call_names_its_corpora(tmp_path: Path) -> None:
     for other in (lp.PlainDecoder(model), lp.LookaheadDecoder(model)):
         with pytest.raises(UserError, match="corpora has 'own'; leave it out: there are no corpora here"):
             other.generate(ids, 4, corpora=["own"])
-    with pytest.raises(UserError, match="two have the same name but for the ending; rename one"):
+    with pytest.raises(UserError, match="two have one name, that of the file without the ending; rename one"):
         lp.LookaheadConfig(corpora=["a/x.corpus", "b/x.corpus"])
 
 

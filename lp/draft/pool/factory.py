@@ -33,8 +33,8 @@ if TYPE_CHECKING:  # and below where they are used: the apps' `--help` names thi
     from lp.draft.pool.ngram_pool import NGramPool
     from lp.draft.pool.tables import Tables
 
-MAX_WEIGHT = 1e6  # of a file: it is added to others, and exponents are taken of the sum
-MAX_CLOCK = 1 << 32  # steps and texts of a file
+MAX_WEIGHT = 1e3  # of a file: it is added to others, and exponents are taken of the sum
+MAX_CLOCK = 1 << 30  # steps and texts of a file
 MAX_SQUARES = 50.0  # of the shipped sums of squared gradients, so that the weights still move
 # A request's tables have room for the n-grams of its text and of its steps: so many bytes for a token of the text and a
 # token of its steps, of which at least so many.
@@ -255,7 +255,7 @@ def load_tables(tables: Tables, path: str, vocabulary_size: int) -> None:
     if largest >= vocabulary_size:
         raise UserError(f"pool_file {path} has token {largest}, the model {vocabulary_size}; it is another model's")
     weights, squares = np.asarray(tables.weights), np.asarray(tables.squares)
-    if not (np.abs(weights) <= MAX_WEIGHT).all() or not ((squares >= 0) & np.isfinite(squares)).all():
+    if not (np.abs(weights) <= MAX_WEIGHT).all() or not ((squares > 0) & np.isfinite(squares)).all():
         raise UserError(f"pool_file {path} has weights that no pool learns; delete it to begin anew")
     if not all(0 <= count < MAX_CLOCK for count in np.asarray(tables.clock).tolist()):
         raise UserError(f"pool_file {path} has counted steps or texts that no pool has seen; delete it to begin anew")

@@ -59,8 +59,8 @@ class FollowedCorpora:
         self.taken = not paths
         self._digest = 0
         self._parts: list[Parts] = []  # of what is taken
-        self._found: list[Parts] = []  # the same, if ranks agree
-        self._indexes: dict[tuple[str, ...] | None, list[Corpus]] = {}  # of what is taken, by the names of the corpora
+        self._deltas: Deltas = {}
+        self._found: tuple[list[Parts], Deltas] = [], {}  # both, if ranks agree
         self._files: list[FollowedCorpus] = []
         self._refusal: UserError | None = None
         self._differing: Sequence[int] = ()
@@ -81,8 +81,7 @@ class FollowedCorpora:
                 digests = info.gather(self._look(info.vocabulary_size))
         if len({*digests}) == 1 and UNREADABLE not in digests:
             if digests[0] != self._digest:
-                self._parts, self._digest, self.taken = self._found, digests[0], True
-                self._indexes = {}
+                (self._parts, self._deltas), self._digest, self.taken = self._found, digests[0], True
             self._differing = ()
         elif not self.taken:
             raise self._refusal or UserError(_differing(digests))
@@ -99,14 +98,9 @@ class FollowedCorpora:
             names: what the corpora are called that the text may look in; None: all.
             vocabulary_size: V of the model.
         """
-        key = None if names is None else tuple(sorted({*names}))
-        if key not in self._indexes:
-            parts = [part for part in self._parts if key is None or part.name in key]
-            deltas = [part.delta for part in parts if part.delta is not None]
-            if len(deltas) > 1:
-                deltas = [new_file(vocabulary_size, [text for part in parts for text in part.changed], UNLISTED)]
-            self._indexes[key] = [*map(Corpus.of, deltas), *(Corpus.of(part.file, part.gone) for part in parts)]
-        return self._indexes[key]
+        parts = [part for part in self._parts if names is None or part.name in names]
+        delta = delta_of(parts, self._deltas, vocabulary_size)
+        return [*map(Corpus.of, delta), *(Corpus.of(part.file, part.gone) for part in parts)]
 
     def _look(self, vocabulary_size: int) -> int:
         """A digest of the newest that this rank can read."""
@@ -118,7 +112,9 @@ class FollowedCorpora:
                 file.look()
             digest = chain_digest(0, [file.digest for file in self._files])
             if digest != self._digest:
-                self._found = self._read_parts()
+                parts, deltas = self._read_parts(), Deltas()
+                delta_of(parts, deltas, vocabulary_size)  # here, where memory may be short: most texts look in all
+                self._found = parts, deltas
             return digest
         except (UserError, MemoryError) as error:
             if not self.taken:
@@ -163,6 +159,26 @@ class Parts(NamedTuple):
     delta: np.ndarray | None
     gone: list[int]
     changed: list[np.ndarray]
+
+
+Deltas = dict[tuple[str, ...], np.ndarray]  # of several corpora, by the names of those that have one
+
+
+def delta_of(parts: Sequence[Parts], known: Deltas, vocabulary_size: int) -> list[np.ndarray]:
+    """The one delta of these corpora, or none.
+
+    Args:
+        parts: the corpora.
+        known: deltas that were merged before; gets this one.
+        vocabulary_size: V of the model.
+    """
+    having = [part for part in parts if part.delta is not None]
+    if len(having) < 2:
+        return [part.delta for part in having if part.delta is not None]
+    names = tuple(part.name for part in having)
+    if names not in known:
+        known[names] = new_file(vocabulary_size, [text for part in having for text in part.changed], UNLISTED)
+    return [known[names]]
 
 
 class FollowedCorpus:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from typing import Any
 
 import pytest
@@ -16,6 +17,19 @@ from tests.support.fim_models import QWEN, tokenizer_with
 from tests.support.serving import Running
 
 PREFIX, SUFFIX = "def add(a, b):\n    return ", "\n\nprint(add(1, 2))\n"
+
+
+@pytest.mark.parametrize("name", [*FAMILIES])
+def test_a_long_prompt_is_looked_through_once(name: str) -> None:
+    """A body of some MB that repeats a token of a family's held the server for hours."""
+    family = FAMILIES[name]
+    front, behind, end = (re.sub("^▁", " ", token or "") for token in (family.prefix, family.suffix, family.middle))
+    first, second = (behind, front) if family.suffix_first else (front, behind)
+    prompt = f"{first.strip()}{second * 300_000}\nx"
+    began = time.thread_time()
+    family.texts(prompt)
+    assert family.texts(f"{prompt}{end}") is not None
+    assert time.thread_time() - began < 1
 
 
 @pytest.mark.parametrize("name", [*FAMILIES])

@@ -175,6 +175,18 @@ def test_a_request_names_its_corpora(path: str, tmp_path: Path, monkeypatch: pyt
         answer = http.post(path, json=ASKED[path] | {"corpora": "a"}, headers=header("a-key"))
         assert answer.status_code in (400, 422) and "corpora" in answer.text
         assert not seen
+        answer = http.post(path, json=ASKED[path] | {"corpora": ["x" * 100_000]}, headers=header("a-key"))
+        assert answer.status_code == 400 and len(answer.content) < 500
+
+
+def test_a_key_s_corpora_beside_a_decoder_that_has_none() -> None:
+    """As of `decoder=plain`: its requests were refused."""
+    model, tokenizer = lp.load("demo")
+    build = partial(lp.PlainDecoder, model)
+    keys = {"ann": NamedKey("a-key", ("a",))}
+    with serving(model, tokenizer, named_keys=keys, decoder=build) as running:
+        answer = running.http().post("/v1/completions", json=ASKED["/v1/completions"], headers=header("a-key"))
+        assert answer.status_code == 200, answer.text
 
 
 def test_texts_of_two_keys_are_two_texts() -> None:
@@ -192,6 +204,8 @@ def test_texts_of_two_keys_are_two_texts() -> None:
         ("ann s3cret more", "line 1 of .* is not NAME KEY"),
         ("ann", "line 1 of .* is not NAME KEY"),
         ("ann s3cret corpora=a corpora=b", "line 1 of .* is not NAME KEY"),
+        ("ann corpora=a", "line 1 of .* is not NAME KEY"),
+        ("ann corpora=a corpora=b", "line 1 of .* is not NAME KEY"),
         ("../ann s3cret", "line 1 of .* is not NAME KEY"),
         ("ann a\nann s3cret", "line 2 of .* has a name or a key that is there already"),
         ("ann s3cret\nbob s3cret", "line 2 of .* has a name or a key that is there already"),
