@@ -47,10 +47,10 @@ class AdapterRows(threading.local):
 
     @contextmanager
     def of(self, trees: Sequence[TreePass], device: torch.device) -> Iterator[None]:
-        """Within the block, this thread's forward passes compute these sequences, in this order.
+        """Within the block, this thread's forward passes compute the tokens of these sequences, in this order.
 
         Args:
-            trees: the tokens of each sequence, with the adapter that it has chosen.
+            trees: the tokens of each sequence, with the adapter that it has chosen, in the order of the pass.
             device: the model's device.
         """
         if all(tree.adapter is None for tree in trees):
@@ -115,11 +115,11 @@ def _add(layer: Any, names: Sequence[str], x: torch.Tensor, result: torch.Tensor
 
 
 def check_text_adapter(model: nn.Module, name: object) -> None:
-    """Refuse an adapter that a single sequence cannot choose for itself, before anything is decoded with it.
+    """Refuse an adapter that cannot be applied to one sequence's tokens alone, before anything is decoded with it.
 
     Args:
         model: the model, with PEFT's adapters loaded under their names.
-        name: name of the chosen adapter: up to 64 ASCII letters, digits, "_" and "-".
+        name: name of the adapter that a request asks for: up to 64 ASCII letters, digits, "_" and "-".
 
     Raises:
         ValueError: the model has no adapter of this name; the adapter, or one that is active on the model, is not plain

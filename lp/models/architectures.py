@@ -101,7 +101,12 @@ class Unknown(Exception):
 
 
 def architecture_of(model: PreTrainedModel) -> Architecture:
-    """Recognise the architecture of a causal LM, all of whose parts must be known before its layers may be fused.
+    """Recognise the architecture of a causal LM, before its layers are fused.
+
+    Every part that fusing would replace must be exactly transformers' own.
+
+    Args:
+        model: the causal LM.
 
     Raises:
         Unknown: a class, a child module, a hook or a mode (training) is not known; the message names it.
@@ -165,7 +170,7 @@ def _check(module: nn.Module, path: str, name: str, children: set[str], allowed:
 
 
 def is_unhooked(module: nn.Module) -> bool:
-    """Whether calling a module does no more than its class's `forward` in eval mode, so that its weights say it all."""
+    """Whether calling a module does no more than its class's `forward` in eval mode: fused code may replace it."""
     state = vars(module)
     return not (module.training or "forward" in state or any(state[name] for name in HOOKS))
 

@@ -30,7 +30,9 @@ MASKED_SLOTS = 16384  # size of a pool up to which attention may read all slots,
 
 
 class CapturedForests:
-    """Runs forward passes over several sequences as captured steps where it can, else by `ModelRunner.forward_trees`.
+    """Runs forward passes over several sequences as captured steps (recorded GPU work that is replayed) where it can.
+
+    Other passes run by `ModelRunner.forward_trees`.
 
     Args:
         runner: runs the model's passes.
@@ -54,7 +56,7 @@ class CapturedForests:
 
     @property
     def captures(self) -> bool:
-        """Whether passes over several sequences are captured; False: their operations are launched one at a time."""
+        """Whether passes over several sequences are captured and replayed; False: their operations are launched one by one."""
         return not self._given_up and captures_forests(self.runner, self.pool.capacity)
 
     def replays(self, cache: StaticKVCache) -> bool:
@@ -66,10 +68,10 @@ class CapturedForests:
         return self.captures and cache in self.pool
 
     def forward(self, trees: Sequence[TreePass]) -> PassLogits:
-        """Compute the trees of one or more sequences in one pass, by a captured step if there is one of this size.
+        """Compute the tokens of one or more sequences in one pass, by a captured step if there is one of this size.
 
         Args:
-            trees: one for each sequence, at least one.
+            trees: the tokens of each sequence, at least one.
 
         Returns:
             The logits of each tree's `logits_indices`, in the order of the trees; valid until the next step.
@@ -138,9 +140,9 @@ class CapturedForests:
         return PassLogits(logits_BV, [len(tree.logits_indices) for tree in trees], step)
 
     def note_copy(self) -> None:
-        """Note that the device now has work that reads the step's pinned input block.
+        """Note that the device now has work that reads the inputs of the step from pinned host memory.
 
-        The next step waits until that work has read it, before it fills the block again.
+        The next step waits until that work is done, before it writes its own inputs there.
         """
         if self.runner.device.type == "cuda":
             self._copied = torch.cuda.Event()
@@ -148,7 +150,7 @@ class CapturedForests:
 
 
 def captures_forests(runner: ModelRunner, num_slots: int) -> bool:
-    """Whether this runner captures passes over several sequences.
+    """Whether this runner captures passes over several sequences in one pool of cache slots.
 
     It does not where attention would have to read all slots of a pool that is large (`MASKED_SLOTS`).
 

@@ -27,7 +27,7 @@ BITS = 64  # of an int64
 
 
 class BlockShape(NamedTuple):
-    """The sizes of a captured step's input block.
+    """The sizes of the int64 block from which a captured step reads its inputs.
 
     Attributes:
         bucket: B, tokens of the step, padding included.
@@ -80,10 +80,10 @@ class StepInputs(NamedTuple):
 
     @classmethod
     def parts(cls, block: Any, shape: BlockShape) -> StepInputs:
-        """The fields as views of one block.
+        """Divide a block of int64s into the inputs of a captured step, as views.
 
         Args:
-            block: int64, as many as all `shape.sizes` together: an array or a tensor.
+            block: an array or a tensor with as many int64s as all `shape.sizes` together.
             shape: the sizes of the block.
         """
         ends = itertools.accumulate(shape.sizes, initial=0)
@@ -149,7 +149,7 @@ class StepInputs(NamedTuple):
 
 
 class StepTensors(NamedTuple):
-    """What a captured step has on the device, for work that is captured to run behind it, such as sampling.
+    """Inputs of a captured step on the device, which work that is captured to run behind it reads, such as sampling.
 
     Attributes:
         tokens_B: int64, the step's token ids, then padding.
@@ -164,16 +164,15 @@ class StepTensors(NamedTuple):
 
 @dataclass(frozen=True)
 class CapturedStep:
-    """The captured decode step of one bucket: `stage` writes its inputs, `run` computes it.
+    """A captured decode step of one size, its bucket: `stage` writes its inputs, `run` computes it.
 
     Attributes:
         cache: the KV cache that it reads and writes: one sequence's, or all slots of a pool.
         host: its input block in host memory, int64, pinned for a GPU; the step begins with the copy to the device.
         inputs: the parts of `host`, as arrays.
         tensors: the step's inputs on the device.
-        run: computes the step and returns its logits (B, V), which the next run overwrites.
-        tails: work that was captured to run behind the step, such as sampling, by the settings that it was captured
-            for.
+        run: computes the step and returns its logits (B, V), B tokens of the bucket; the next run overwrites them.
+        tails: work that was captured to run behind the step, such as sampling, by the settings it was captured for.
     """
 
     cache: StaticKVCache
@@ -184,7 +183,7 @@ class CapturedStep:
     tails: dict[Hashable, Any] = field(default_factory=dict)
 
     def stage(self, trees: Sequence[TreePass]) -> None:
-        """Write these passes into the input block, so that the next run computes them.
+        """Write the tokens of these sequences into the step's input block, so that the next run computes them.
 
         The device must have copied what the block held before.
 
@@ -204,7 +203,7 @@ class CapturedStep:
 
 
 def bucket_of(num_tokens: int, buckets: Sequence[int] = BUCKETS) -> int:
-    """The smallest bucket with room for so many tokens, such as 24 for a step of 17."""
+    """The smallest bucket (size that steps are padded to) with room for so many tokens, such as 24 for a step of 17."""
     return next(size for size in buckets if size >= num_tokens)
 
 

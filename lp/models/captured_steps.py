@@ -166,7 +166,7 @@ class CapturedSteps:
         return self.cache
 
     def fits(self, num_tokens: int) -> bool:
-        """Whether a step of so many tokens fits into the largest bucket."""
+        """Whether a step of so many tokens is small enough to be captured: the largest bucket has room for it."""
         return num_tokens <= self.buckets[-1]
 
     def staged(self, tree: TreePass) -> CapturedStep:
@@ -226,7 +226,7 @@ class CapturedSteps:
         return logits
 
     def step_of(self, num_tokens: int) -> CapturedStep:
-        """The captured step of the bucket that so many tokens fit into; captured now if that was not done before.
+        """The captured step with room for so many tokens, of the smallest bucket that has it; captured now if need be.
 
         Raises:
             CaptureFailed: the step can't be captured.
@@ -244,7 +244,10 @@ class CapturedSteps:
         return self._steps[key]
 
     def steps_up_to(self, num_tokens: int) -> list[CapturedStep]:
-        """The captured steps of all buckets up to that of so many tokens; captured now, so that none is while decoding.
+        """Capture the steps of all buckets up to that of so many tokens, so that none is captured while decoding.
+
+        Returns:
+            The captured steps, by size, ascending.
 
         Raises:
             CaptureFailed: a step can't be captured.
@@ -292,7 +295,7 @@ class CapturedSteps:
             self.replica.wait_for(torch.cuda.current_stream(self.device).record_event())
 
     def release(self) -> None:
-        """Free all graphs, buffers and caches; what is needed again is made anew."""
+        """Free all graphs, buffers and caches; later steps allocate and capture anew."""
         self._steps.clear()
         self._caches.clear()
         self.shared.clear()
@@ -311,7 +314,7 @@ class CapturedSteps:
         return cache
 
     def capture(self, cache: StaticKVCache, shape: BlockShape) -> CapturedStep:
-        """Capture the decode step of one bucket.
+        """Capture the decode step of one bucket: record its work on the device, to be replayed.
 
         Args:
             cache: the cache that it reads and writes: one sequence's, or all slots of a pool.

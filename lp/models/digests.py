@@ -31,7 +31,7 @@ def model_digests(model: PreTrainedModel) -> dict[str, int]:
 
 
 def weights_checksum(model: PreTrainedModel) -> int:
-    """A digest of the bytes of all weights of a model.
+    """A digest of the bytes of all weights of a model, to tell whether two models have the same weights.
 
     Raises:
         ValueError: weights are offloaded, and so not in memory.

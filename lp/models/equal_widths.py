@@ -39,10 +39,11 @@ PREFIX = 320  # cached tokens before them: enough for a full tile of attention's
 
 
 def equal_widths(runner: ModelRunner) -> tuple[int, ...]:
-    """The widths that `exact="bitwise"` pads passes to: a token's logits, KV and expert sums have equal bits at all.
+    """Find the numbers of tokens (widths) that `exact="bitwise"` pads passes to: at each, a token gets the same bits.
 
-    One layer of each kind and the LM head are tried; all layers, where the model's code does not run with a few. Ranks
-    that divide a model try at the same time, and get the widths at which all of them agree.
+    Compared are a token's logits, its KV, and the sums over its experts. One layer of each kind and the LM head are
+    tried; all layers, where the model's code does not run with a few. Ranks that divide a model try at the same time,
+    and get the widths at which all of them agree.
 
     Args:
         runner: the model's runner, with `same_bits`.

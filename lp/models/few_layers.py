@@ -57,7 +57,7 @@ class FewLayers(ModelView):
         self._hooks.append(layer.register_forward_hook(self.form.note))
 
     def settle(self) -> None:
-        """Remove the hooks of the view after its first pass, which has shown skipped layers what to return."""
+        """Remove the view's hooks, once its first pass has shown what layers return besides hidden states."""
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -70,11 +70,11 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def first_of_each(model: PreTrainedModel, kind_of: Callable[[nn.Module], Hashable]) -> set[int]:
-    """The index of the first layer of each kind: one layer stands for all that compute alike.
+    """The index of the first layer of each kind, so that one layer is tried for all that compute alike.
 
     Args:
         model: the model.
-        kind_of: gives what else a layer is told apart by, besides the kind of attention that the config names.
+        kind_of: given a layer, returns what it is told apart by, besides the kind of attention that the config names.
     """
     named = named_kinds(model.config.get_text_config())
     first: dict[Any, int] = {}

@@ -131,7 +131,7 @@ class FusedModel:
         logits_to_keep: int | torch.Tensor = 0,
         **keywords: Any,
     ) -> Any:
-        """Run a forward pass.
+        """Run a forward pass of the fused layers; where these do not apply, as under autocast, of the model itself.
 
         Args:
             input_ids, position_ids: (1, T) int64.
@@ -200,10 +200,10 @@ class FusedModel:
         return self.kernels
 
     def first_layer(self, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> FusedModel:
-        """A model of the first layer alone, over the same weights, to time the layer.
+        """A copy with the first layer alone, over the same weights, by which the time of the whole model is estimated.
 
         Args:
-            around: given the layer, returns the function that is called in its place.
+            around: given the layer, returns the function that is called in its place, such as one that times it.
         """
         shallow = copy(self)
         first = self._layers[0]
@@ -211,7 +211,7 @@ class FusedModel:
         return shallow
 
     def _rotation(self, x_TE: torch.Tensor, position_ids: torch.Tensor, kind: str | None) -> _Rotation:
-        """Cosines and signed sines of the model's own frequencies, (T, 1, D) each."""
+        """Cosines of the model's own rotary angles, and sines whose first half is negated, (T, 1, D) each."""
         given = () if kind is None else (kind,)
         cos_1TD, sin_1TD = self._decoder.rotary_emb(x_TE[None], position_ids, *given)
         wide = torch.promote_types(x_TE.dtype, cos_1TD.dtype)
@@ -225,7 +225,7 @@ class FusedModel:
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
-# Cosine, and sine with the sign of the half that it multiplies: (T, 1, D) each.
+# Cosines, and sines whose first half is negated: (T, 1, D) each.
 _Rotation = tuple[torch.Tensor, torch.Tensor]
 
 

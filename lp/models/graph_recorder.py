@@ -47,7 +47,7 @@ class GraphRecorder:
         self._pool: Any = None
 
     def record(self, work: Callable[[], T]) -> Callable[[], T]:
-        """Record work, and return a function that replays it.
+        """Record work as a CUDA graph, and return a function that replays it.
 
         Args:
             work: takes no arguments; reads its inputs from memory that stays where it is.

@@ -41,7 +41,7 @@ TOLERANCE = {torch.bfloat16: 8.0, torch.float16: 8.0, torch.float32: 64.0}
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Sizes, dtype and device of a model's layers; models for which they are equal share the trial of kernels.
+    """Sizes, dtype and device of a model's layers, by which kernels are tried; equal models share one trial.
 
     Attributes:
         hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size: E, H, G, D, F.

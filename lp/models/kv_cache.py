@@ -41,11 +41,11 @@ class CacheTooLarge(RuntimeError):
 
 @dataclass(frozen=True)
 class StatesKind:
-    """Size, dtype and device of a layer's keys, or of its values: a cache keeps all that agree in these in one tensor.
+    """Size, dtype and device of a layer's keys, or of its values; a cache keeps all of one kind in one tensor.
 
     Attributes:
-        heads: G.
-        dim: D.
+        heads: G, KV heads.
+        dim: D, head dimension.
         dtype, device: dtype and device of keys and values as the model computes them.
         kv_dtype: how slots store them.
     """
@@ -58,7 +58,7 @@ class StatesKind:
 
     @classmethod
     def of(cls, states_1GTD: torch.Tensor, kv_dtype: KVDtype = KVDtype.AUTO) -> StatesKind:
-        """The kind of these keys or values.
+        """The kind (size, dtype, device) of these keys or values, by which they are stored.
 
         Args:
             states_1GTD: keys or values as the model computes them.
@@ -288,11 +288,11 @@ class StaticKVCache(Cache):
 
     @property
     def claimed(self) -> bool:
-        """Whether the layers have taken their buffers, which they do in the cache's first pass."""
+        """Whether the layers have taken their buffers, which they do in the cache's first forward pass."""
         return bool(self._extent.claimed)
 
     def allocate(self) -> None:
-        """Allocate the buffers of all layers now, before a step needs them, as far as their kinds are known.
+        """Allocate the buffers of all layers now, before a step needs them, by what is known of their keys and values.
 
         Raises:
             CacheTooLarge: the device has no room for them.
@@ -331,7 +331,7 @@ class StaticKVCache(Cache):
         return self._extent.first_slot
 
     def first(self, num_tokens: int) -> list[torch.Tensor]:
-        """What the slots of the first tokens hold, for another cache to begin with (`begin_with`).
+        """What the slots of the first tokens hold, for another cache that begins with the same tokens (`begin_with`).
 
         Returns:
             A view of each buffer: (n, G, num_tokens, D), or rows of quantised keys and values.
@@ -393,7 +393,7 @@ class StaticKVCache(Cache):
 
     @contextmanager
     def writing_to(self, slot_mapping_T: torch.Tensor) -> Iterator[None]:
-        """Within the block, layers write their KV to these slots and hand out whole buffers, as captured steps need it.
+        """Within the block, layers write KV to these cache slots and hand attention whole buffers, for a captured step.
 
         Args:
             slot_mapping_T: int64, the slot of each token.

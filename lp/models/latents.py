@@ -22,7 +22,7 @@ BLOCK = 64  # latents of a product: the width of a pass that `lp.models.equal_wi
 
 
 def expand_latents_by_sequence(model: nn.Module, same_bits: bool) -> None:
-    """Let layers that cache latents expand those of each sequence by itself from now on.
+    """Let layers that cache latents (DeepSeek's MLA) expand them to keys and values one sequence at a time from now on.
 
     Args:
         model: a view of the model (`lp.models.view`), whose layers can be changed without changing the original's.

@@ -141,8 +141,8 @@ def rotate_and_store(
     Args:
         rotated_THD: queries, then keys, (T, H + G, D); heads without gaps.
         values_TGD: values; heads without gaps.
-        cos_T1D, sin_T1D: cosines and sines of the rotation, without gaps; the sine has the sign of the half that it
-            multiplies.
+        cos_T1D, sin_T1D: cosines and sines of the rotation's angles, without gaps; the first half of the sines is
+            negated.
         k_1GCD, v_1GCD: all cache slots of the layer, which are written to.
         slots_T: int64, the cache slot of each token.
 

@@ -49,7 +49,7 @@ def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
 
     Args:
         states: (T, heads, D).
-        cos, sin: (T, 1, D); the sine has the sign of the half that it multiplies.
+        cos, sin: (T, 1, D), of the rotation's angles; the first half of the sines is negated.
     """
     wide = states.to(cos.dtype)
     swapped = wide.roll(wide.shape[-1] // 2, -1)

@@ -27,11 +27,16 @@ ROUNDS_S = 0.25
 
 
 def time_passes(runner: ModelRunner, sizes: tuple[int, ...] = TIMED_SIZES) -> dict[int, float]:
-    """Estimated seconds of a pass of the whole model, by its number of tokens; every rank of a divided model calls it.
+    """Estimate the seconds of a pass of the whole model from its first layer, before the first decode step.
+
+    Where ranks divide the model, all of them must call this.
 
     Args:
         runner: the model's runner; other threads may use the model meanwhile.
         sizes: numbers of tokens to time.
+
+    Returns:
+        Seconds by number of tokens.
     """
     clock = clock_of(runner.device, replica_of(runner.model))
     shallow = _Shallow(runner, clock)

@@ -61,7 +61,7 @@ def load(
     context: ParallelContext | None = None,
     tp_plan: Plan | None = None,
 ) -> Loaded:
-    """Load a model folder or hub name through transformers.
+    """Load a causal LM and its tokenizer from a folder, a GGUF file or the hub, through transformers.
 
     In the checkpoint's own dtype weights stay mapped from its file. In another one a CPU holds the cast copy; for a GPU
     they are cast there, one tensor after the other, so that no rank of a host holds them all.
@@ -70,12 +70,13 @@ def load(
         name_or_path: folder with config.json, a GGUF file or a folder with one, or a hub name; "demo" is the embedded
             model. Weights of a GGUF file, of whatever quantisation, are expanded to `dtype` and computed in it.
         dtype: float64, float32, bfloat16, float16, as a name or as torch's, or "auto" for what the checkpoint says.
-        device: torch device of the weights, or a GPU's number; None is the context's; without one a GPU that
-            torch sees, or else the CPU.
+        device: torch device of the weights, or a GPU's number; None: the context's device, or without a context a GPU
+            if torch sees one, else the CPU.
         attn_implementation: transformers' name; None takes sdpa where the model has it.
-        trust_remote_code: run code that comes with the checkpoint.
+        trust_remote_code: whether to run code that comes with the checkpoint.
         context: the ranks; those of a replica divide the model among them, and each reads its own part alone.
-        tp_plan: how they divide it, as transformers' `base_model_tp_plan`; None takes the model's own.
+        tp_plan: how they divide it, in the form of transformers' `base_model_tp_plan`, such as
+            {"layers.*.mlp.up_proj": "colwise"}; None takes the model's own.
 
     Raises:
         ValueError: no such folder, not a causal LM, an architecture that takes no tree mask, weights that are damaged,
@@ -295,7 +296,7 @@ def _check_attention(source: str, config: Any) -> None:
 def hub_answers() -> bool:
     """Whether the Hugging Face hub can be reached, by one quick request.
 
-    Its own client would try five times, half a minute, for each file.
+    The hub's own client would try five times, half a minute, for each file.
     """
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         return False

@@ -175,7 +175,7 @@ class Observations:
             part.replace(self._state)
 
     def all(self) -> Observed:
-        """Every observation so far."""
+        """All observations so far, as arrays that are not copied."""
         return Observed(self.contexts[: self.count], self.tokens[: self.count], self.probs[: self.count])
 
 

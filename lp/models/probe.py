@@ -60,7 +60,9 @@ _MARK = "_lp_honours_tree_mask"  # attribute of the model: the ways of running s
 
 @dataclass(frozen=True)
 class Findings:
-    """How a tree-shaped step of an excerpt compares with plain passes; errors are relative to the output's spread.
+    """Result of the probe: how a tree-shaped step of an excerpt (a few layers of a model) compares with plain passes.
+
+    Errors are relative to the spread of the outputs.
 
     Attributes:
         error: the largest error of a node.
@@ -76,7 +78,7 @@ class Findings:
 
     @property
     def limit(self) -> float:
-        """The largest error that still passes: the geometric mean of what rounding and what the smallest fault does."""
+        """The largest error that passes: the geometric mean of the effects of rounding and of the smallest fault."""
         return sqrt(self.noise * max(self.fault, SHOWS * self.noise))
 
     @property
@@ -91,7 +93,7 @@ class Findings:
 
     @property
     def failure(self) -> str | None:
-        """What is wrong with the model's step, as the predicate of an error message; None: nothing is."""
+        """Why the model fails the probe, such as "does not honour a tree mask: ..."; None: it passes."""
         if self.error <= self.limit:
             return self.own_dtype
         return (
@@ -100,7 +102,7 @@ class Findings:
 
 
 def check_tree_mask(runner: StepRunner) -> None:
-    """Refuse a model whose tree-shaped steps differ from plain forward passes.
+    """Refuse a model that does not honour a tree mask: its tree-shaped step differs from plain forward passes.
 
     It is checked once for each way that the model's steps run: attention backend, capture, fused layers, dtype and
     device.

@@ -115,7 +115,7 @@ class PromptImages:
 
     @cached_property
     def rotary_offset(self) -> int:
-        """The position of a token behind the images, less its place in the prompt; 0 for many models."""
+        """The position of a token behind the images, less its place in the prompt, such as -240."""
         if self.positions is None:
             return 0
         last: torch.Tensor = self.positions.flatten(0, -2)[-1, -1]  # the first axis may be the place, for masks
@@ -153,7 +153,7 @@ class PromptImages:
         return found
 
     def first_pass(self, model: PreTrainedModel, prompt: Sequence[int], cache: Cache) -> dict[str, Any]:
-        """Arguments of the model's forward for the pass over the prompt up to `end`, images included.
+        """Arguments of the model's forward for the pass over the prompt up to its last image token, images included.
 
         Args:
             model: the model as `generate` runs it.

@@ -33,7 +33,7 @@ KNOWN = {
 
 
 def quantisation_of(config: Any) -> dict[str, Any] | None:
-    """A model's quantisation config as plain data, with its method as "quant_method"; None: the model is not quantised.
+    """A model's quantisation config as plain data, such as {"quant_method": "gptq", "bits": 4}; None: not quantised.
 
     Args:
         config: the model's config.

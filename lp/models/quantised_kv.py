@@ -45,7 +45,7 @@ def quantised(states_D: torch.Tensor, kv_dtype: KVDtype) -> torch.Tensor:
 
 
 def dequantised(rows_B: torch.Tensor, kv_dtype: KVDtype, dtype: torch.dtype) -> torch.Tensor:
-    """The keys or values that stored rows stand for: (..., D).
+    """Turn the rows that cache slots store back into keys or values, (..., D), for attention.
 
     Args:
         rows_B: int8, (..., D + SCALE_BYTES), from `quantised`.

@@ -60,7 +60,7 @@ class Format(Protocol):
 
 
 def format_of(fields: dict[str, Any] | None, source: str) -> Format | None:
-    """How a checkpoint stores its quantised weights, for ranks to divide them; None: they are not quantised.
+    """How a checkpoint stores its quantised weights, so that each rank can read its part; None: they are not quantised.
 
     Args:
         fields: its quantisation config, from `quantisation_of`.
@@ -89,7 +89,7 @@ def format_of(fields: dict[str, Any] | None, source: str) -> Format | None:
 def part_of_stored(
     name: str, shape: Sizes, part: Part, stored: Sizes, scale: bool, swapped: bool = False
 ) -> Part | None:
-    """The part of a stored tensor, such as one of scales, that belongs to a part of its weight; None: all of it.
+    """Which entries of a stored tensor, such as scales, belong to a part of a quantised weight; None: all of them.
 
     Args:
         name: name of the weight, for messages.

@@ -25,13 +25,14 @@ DTYPE = torch.float32  # of states, whatever the model's: transformers' own
 
 @dataclass(frozen=True)
 class RecurrentShape:
-    """The sizes of the state that one recurrent layer keeps; layers of equal shape share tensors.
+    """The sizes of the state that one recurrent layer keeps for a sequence; layers of equal shape share tensors.
 
     Attributes:
-        channels, taps: C and K.
+        channels, taps: C and K of the convolution.
         dtype, device: dtype and device of the convolution's inputs.
-        heads, rows, columns: H, R and D; 0 where the layer is a convolution alone.
-        left_heads, right_heads: heads of the left and right vector of an outer product, several of which may share one.
+        heads, rows, columns: H heads, each with a state of R rows and D columns; 0: the layer is a convolution alone.
+        left_heads, right_heads: heads of the left and right vectors whose outer products are added to the state;
+            several heads of the state may share one.
     """
 
     channels: int
@@ -45,7 +46,7 @@ class RecurrentShape:
     right_heads: int = 0
 
     def nbytes(self, tokens: int) -> int:
-        """Bytes of the layer's state, and of a stash for so many step tokens."""
+        """Bytes of the layer's state, and of what a step of so many tokens stashes for the commit."""
         state = self.heads * self.rows * self.columns
         products = self.left_heads * self.rows + self.right_heads * self.columns + self.heads
         inputs = self.channels * (self.taps + tokens)
@@ -69,11 +70,11 @@ class Stash(NamedTuple):
 
     @classmethod
     def room(cls, shape: RecurrentShape, layers: int, tokens: int) -> Stash:
-        """Allocate a stash of zeros.
+        """Allocate a stash, filled with zeros, for steps of up to so many tokens.
 
         Args:
             shape: sizes of one layer's state.
-            layers: n.
+            layers: n, number of layers.
             tokens: the most tokens that a step may have.
         """
         *products, inputs = cls.sizes(shape, layers, tokens)
@@ -91,16 +92,16 @@ class Stash(NamedTuple):
         ]
 
     def of(self, tokens: torch.Tensor | slice) -> Stash:
-        """The stash of some of its tokens.
+        """What was stashed for some of the step's tokens, such as the accepted ones.
 
         Args:
-            tokens: their indices, as int64 tensor or slice.
+            tokens: their indices in the step, as int64 tensor or slice.
         """
         return Stash(*(part[:, :, tokens] for part in self))
 
 
 class LayerState:
-    """What one recurrent layer reads and leaves in its forward pass over a step's tree.
+    """What one recurrent layer reads in its forward pass over a step's tree, and where it leaves what the commit needs.
 
     Attributes:
         last_CK: the last inputs of the convolution behind the prefix, the newest one last.
@@ -122,13 +123,13 @@ class LayerState:
         right: torch.Tensor | None = None,
         g_HT: torch.Tensor | None = None,
     ) -> None:
-        """Stash what a commit needs of this step's tokens.
+        """Stash what a commit needs of this step's tokens, so that it computes nothing again.
 
         Args:
             inputs_TC: inputs of the convolution.
-            left, right: vectors of the outer products, (heads, T, R) and (heads, T, D); None where the layer is a
+            left, right: vectors of the outer products, (heads, T, R) and (heads, T, D); None: the layer is a
                 convolution alone.
-            g_HT: log decays; None where the layer is a convolution alone.
+            g_HT: log decays; None: the layer is a convolution alone.
         """
         num_tokens = len(inputs_TC)
         stash = self._group.stash
@@ -186,7 +187,7 @@ class RecurrentStates:
 
     Attributes:
         layers: by index of the layer, what its forward pass reads and leaves.
-        taps: the largest K of a layer.
+        taps: the largest number of taps of a layer's convolution.
         tree: tree of the pass that runs; None: its tokens are a chain, along which the model's own code advances the
             states.
         started: by layer, {0: whether it has a state yet}, as in transformers' cache layers.

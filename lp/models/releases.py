@@ -33,19 +33,21 @@ def cache_keyword(model: nn.Module) -> str:
 
 
 def cache_name_in(keywords: Mapping[str, Any]) -> str | None:
-    """The name of the cache among the arguments of a call, or the fields of an output; None where there is no cache.
+    """The argument that a call names its cache by, such as "past_key_values"; None: it has no cache.
+
+    Releases of transformers differ in that name. The fields of an output are looked at likewise.
 
     Args:
-        keywords: arguments or fields by name.
+        keywords: arguments of the call, or fields of the output, by name.
     """
     return next((name for name in CACHE_NAMES if keywords.get(name) is not None), None)
 
 
 def cache_in(keywords: Mapping[str, Any]) -> Any:
-    """The cache among the arguments of a call, or the fields of an output; None where there is no cache.
+    """The cache among the arguments of a call, or the fields of an output, whatever its name; None: it has no cache.
 
     Args:
-        keywords: arguments or fields by name.
+        keywords: arguments of the call, or fields of the output, by name.
     """
     name = cache_name_in(keywords)
     return None if name is None else keywords[name]

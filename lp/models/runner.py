@@ -71,7 +71,7 @@ def runner_of(
     exact: Exact = Exact.TOKENS,
     kv_dtype: KVDtype = KVDtype.AUTO,
 ) -> ModelRunner:
-    """The model's runner with these settings; all decoders of a model share it, so that steps are captured once.
+    """The model's runner with these settings, made at the first call; decoders share it, and so captured steps.
 
     Args:
         model, attention, capture, kv_dtype: see `ModelRunner`.
@@ -99,7 +99,7 @@ def release(model: PreTrainedModel) -> None:
     """Free all memory that this package holds for a model, and lay out its weights as they were before.
 
     That is captured steps, their KV cache, and weights in another layout. The next decoder makes them anew. Without
-    this call they live as long as the model, until Python's cycle collector runs.
+    this call they are freed with the model, when Python's cycle collector next runs.
     """
     with lock_of(model):
         for runner in vars(model).pop(_KEPT, _Kept()).values():
@@ -186,17 +186,17 @@ class ModelRunner:
 
     @property
     def fused(self) -> bool:
-        """Whether steps run fused layers."""
+        """Whether steps run fused layers (`lp.models.fused`), not the model's own."""
         return self.network is not self.model
 
     @property
     def beside_host(self) -> bool:
-        """Whether the model's device, as a GPU, computes while the host does something else."""
+        """Whether the model's device computes while the host does something else, as a GPU does."""
         return bool(self.device.type != "cpu")
 
     @property
     def takes_forests(self) -> bool:
-        """Whether one pass may have tokens of several sequences.
+        """Whether one forward pass may have tokens of several sequences.
 
         It may not where layers keep the recurrent state of one sequence, or where rotary frequencies depend on the
         largest position of the pass.
@@ -394,7 +394,7 @@ class ModelRunner:
 
     @contextmanager
     def borrowed_cache(self, capacity: int) -> Iterator[StaticKVCache]:
-        """Within the block, a new cache for one generation, which no other generation gets meanwhile.
+        """Within the block, an empty cache for one generation, which no other generation gets meanwhile.
 
         Args:
             capacity: cache slots, at least.
@@ -429,10 +429,10 @@ class ModelRunner:
         chunk: int,
         on_logits: Callable[[torch.Tensor], object] | None = None,
     ) -> None:
-        """Cache the KV of a prompt's tokens, a chunk a pass, so that no mask is larger than chunk x prompt.
+        """Cache the KV of a prompt, a chunk of tokens a pass, so that no mask is larger than chunk x prompt.
 
         Args:
-            tokens: token ids to cache, all before `c`.
+            tokens: token ids of the prompt without its last token, which the first decode step computes.
             cache: an empty cache.
             chunk: most tokens of a pass.
             on_logits: called with the logits (tokens of the pass, V) of every pass; of a divided model with this rank's
@@ -492,12 +492,12 @@ class ModelRunner:
     ) -> TreePass:
         """Make the pass that caches some tokens of a prompt, behind those that are cached already.
 
-        Where rotary frequencies depend on the largest position, the pass has one more token at `c`'s position, so that
+        Where rotary frequencies depend on the largest position, the pass has one more token at position `end`, so that
         every chunk gets the frequencies of one pass over the whole prompt.
 
         Args:
             tokens: token ids of the prompt.
-            end: position of `c`, whose KV the first decode step computes.
+            end: position of the prompt's last token, whose KV the first decode step computes.
             start: position of the first token that the pass caches.
             count: number of tokens that it caches.
             cache: holds the tokens before `start`, and gets these.
@@ -522,13 +522,13 @@ class ModelRunner:
             self._computed([TreePass([0], [0], [-1], cache, (0,))])
 
     def cross(self, text: Sequence[int], cache: StaticKVCache, chunk: int) -> None:
-        """Before the first step past the rotary boundary, cache the whole text but `c`, as plain decoding would.
+        """Before the first step past the rotary boundary, cache the text up to its last token, as plain decoding would.
 
-        Only missing tokens are computed, under the old frequencies; where plain decoding refills its cache, all are,
-        under the new ones.
+        Past that length (`RopeBoundary`) rotary frequencies are others. Only missing tokens are computed, under the old
+        frequencies; where plain decoding refills its cache, all are, under the new ones.
 
         Args:
-            text: token ids of prompt and generated text, `c` included.
+            text: token ids of prompt and generated text.
             cache: the text's cache.
             chunk: most tokens of a pass.
         """
@@ -597,7 +597,7 @@ class ModelRunner:
         """Run one pass of a sequence: returns logits of some tokens, and writes the KV of all, uncommitted.
 
         Args:
-            tokens, positions: (T,).
+            tokens, positions: (T,), token ids, and their positions in the sequence.
             visible: bool (T, T); [i, j]: token i sees token j of the pass, besides the whole prefix.
             cache: holds the prefix.
             logits_indices: indices of the tokens whose logits are computed; only these go through the LM head.
@@ -642,7 +642,7 @@ class ModelRunner:
         return PassLogits(self._computed(trees), counts)
 
     def forward_prompt(self, tree: TreePass) -> PassLogits:
-        """Run a chunk of one prompt; as a captured step once chunks of its size have come often.
+        """Run a pass over a chunk of one prompt; as a captured step once chunks of its size have come often.
 
         Args:
             tree: the chunk, from `prompt_pass`, over the cache of captured steps.
@@ -722,7 +722,7 @@ class PassLogits(NamedTuple):
     step: CapturedStep | None = None
 
     def each(self) -> list[torch.Tensor]:
-        """The logits of every sequence, (its count, V) each."""
+        """The logits of every sequence apart: for each one (its entry of `counts`, V)."""
         return list(self.rows[: sum(self.counts)].split(self.counts))
 
 

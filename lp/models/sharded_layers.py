@@ -16,7 +16,7 @@ from lp.parallel.replica import InRankOrder, Replica
 
 
 class RowWiseLinear(nn.Module):
-    """A linear layer that is divided by its inputs: each rank multiplies its own, and the ranks sum the outputs.
+    """A linear layer divided among ranks by its inputs: each rank multiplies its own, and the ranks sum the outputs.
 
     Args:
         linear: this rank's part of the layer, without a bias.
@@ -35,7 +35,7 @@ class RowWiseLinear(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """This rank's part of the weight, (outputs, inputs / T)."""
+        """This rank's part of the weight, (outputs, inputs / T) with T ranks."""
         return self.linear.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -44,7 +44,7 @@ class RowWiseLinear(nn.Module):
 
 
 class ShardedExperts(nn.Module):
-    """The experts of a layer, divided by their inner size: each rank has a part of every expert, and the ranks sum.
+    """The experts of a layer, divided among ranks by their inner size: each has a part of all, and the ranks sum.
 
     Args:
         experts: transformers' own module, with this rank's weights.
@@ -62,11 +62,11 @@ class ShardedExperts(nn.Module):
 
 
 class ShardedEmbedding(nn.Module):
-    """Token embeddings, divided by the vocabulary: each rank looks up the tokens it has, and the ranks sum.
+    """Token embeddings divided among ranks by the vocabulary: each looks up its own tokens, and the ranks sum.
 
     Args:
         embedding: transformers' own module, with this rank's rows.
-        num_embeddings: V.
+        num_embeddings: V, rows of the whole embedding.
         replica: the ranks.
     """
 
@@ -80,7 +80,7 @@ class ShardedEmbedding(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """This rank's rows of the embeddings, (V / T, E)."""
+        """This rank's rows of the embeddings, (V / T, E) with T ranks."""
         return self.embedding.weight
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -90,13 +90,13 @@ class ShardedEmbedding(nn.Module):
 
 
 class ShardedHead(nn.Module):
-    """An LM head, divided by the vocabulary: each rank computes some of the logits.
+    """An LM head divided among ranks by the vocabulary: each computes a part of the logits.
 
     Called as a module it gathers all logits; lp calls `linear` for this rank's part, and `whole` where all are needed.
 
     Args:
         linear: this rank's rows of the LM head.
-        out_features: V.
+        out_features: V, rows of the whole LM head.
         replica: the ranks.
     """
 
@@ -110,12 +110,12 @@ class ShardedHead(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """This rank's rows of the LM head, (V / T, E)."""
+        """This rank's rows of the LM head, (V / T, E) with T ranks."""
         return self.linear.weight
 
     @property
     def bias(self) -> torch.Tensor | None:
-        """This rank's part of the bias, (V / T,); None without one."""
+        """This rank's part of the bias, (V / T,) with T ranks; None: the LM head has no bias."""
         return self.linear.bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -142,7 +142,7 @@ class ShardedHead(nn.Module):
 
 
 def head_of(model: Any) -> ShardedHead | None:
-    """The LM head of a model that ranks divide; None: this rank has the whole model."""
+    """The LM head of a model that is divided among ranks (tensor parallelism); None: this rank has the whole model."""
     head = model.get_output_embeddings()
     return head if isinstance(head, ShardedHead) else None
 
@@ -154,7 +154,7 @@ def replica_of(model: Any) -> Replica:
 
 
 def sum_in_rank_order(model: Any) -> None:
-    """Let the ranks that divide a model sum in the order of their numbers from now on, for equal bits at any size.
+    """Let the ranks that divide a model sum in the order of their numbers from now on: bits then depend on no size.
 
     Args:
         model: a view of the model (`lp.models.view`), whose layers that talk to other ranks are its own.

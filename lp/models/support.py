@@ -29,7 +29,7 @@ KV_PRECISION = {KVDtype.AUTO: 0.0, KVDtype.INT8: 2.0**-7, KVDtype.FP8: torch.fin
 
 
 def check_supported(config: Any) -> None:
-    """Refuse, by name, an architecture that a tree-shaped step cannot be exact for.
+    """Refuse, by its config, a model for which a tree-shaped decode step cannot give plain decoding's tokens.
 
     Args:
         config: the model's config.

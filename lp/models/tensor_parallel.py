@@ -100,7 +100,7 @@ def divide(model: PreTrainedModel, replica: Replica, plan: Plan | None = None) -
 
 
 def divided(model: PreTrainedModel, replica: Replica, plan: Plan | None, fetch: Fetch) -> PreTrainedModel:
-    """Divide a model among the ranks of a replica, in place, with this rank's parts from a function.
+    """Divide a model among the ranks of a replica, in place; a function gives this rank's part of each parameter.
 
     Args:
         model: the whole model; its parameters may be on torch's meta device.
@@ -132,7 +132,7 @@ def _held(name: str, weight: nn.Parameter, part: Part | None) -> torch.Tensor:
 
 
 def parts_of(model: PreTrainedModel, replica: Replica, styles: Mapping[str, str]) -> Parts:
-    """Which part of every parameter this rank holds.
+    """Which part of every parameter this rank holds, where ranks divide the model.
 
     Args:
         model: the whole model.
@@ -143,7 +143,8 @@ def parts_of(model: PreTrainedModel, replica: Replica, styles: Mapping[str, str]
         Parts by name of the parameter; one that is missing is whole on every rank.
 
     Raises:
-        ValueError: T does not divide the heads, or a module that the plan names is of another kind.
+        ValueError: T, the number of ranks, does not divide the heads; or a module that the plan names is of another
+            kind.
     """
     heads = _Heads.of(model)
     heads.check(replica.size)
@@ -186,7 +187,7 @@ def style_of(name: str, styles: Mapping[str, str]) -> str | None:
 
 
 def division_of(name: str, styles: Mapping[str, str]) -> str | None:
-    """How a module is divided in fact: COLUMNS, ROWS or EXPERTS; None: every rank has all of it.
+    """How lp divides a module among ranks: COLUMNS, ROWS or EXPERTS; None: every rank has all of it.
 
     Where a plan would gather an output or split an input, lp divides the layers that it knows and leaves others whole.
 

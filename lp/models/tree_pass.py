@@ -17,8 +17,8 @@ class TreePass(NamedTuple):
     Every token also sees the whole cached prefix.
 
     Attributes:
-        tokens, positions: (T,).
-        parents: (T,); index of the nearest earlier token that each one sees, -1 for none: a token sees its parent and
+        tokens, positions: (T,), token ids, and their positions in the sequence.
+        parents: (T,), index of the nearest earlier token that each one sees, -1 for none: a token sees its parent and
             all that the parent sees.
         cache: holds the prefix, and gets the KV of these tokens.
         logits_indices: indices of the tokens whose logits are computed; may be empty.

@@ -21,13 +21,13 @@ import torch
 
 @dataclass(frozen=True)
 class StepTree:
-    """The tree of a decode step, as recurrent layers need it.
+    """The draft tree of a decode step, as recurrent layers need it.
 
     Attributes:
         visible_TT: bool; [i, j]: node j is on the path of node i, which is its ancestors and itself.
         roots_T: bool, nodes without a parent, which continue the prefix itself.
         earlier_TK: int64, indices of the K - 1 tokens before each node on its path, then of the node; -1 is the last
-            token of the prefix, -2 the one before it.
+            token of the prefix, -2 the one before it. K: the largest number of a convolution's taps.
     """
 
     visible_TT: torch.Tensor
@@ -36,11 +36,11 @@ class StepTree:
 
     @classmethod
     def of(cls, visible_TT: torch.Tensor, taps: int) -> StepTree:
-        """Make the tree from what its nodes see.
+        """Make the tree of a decode step from what its nodes see.
 
         Args:
             visible_TT: bool; [i, j]: node i sees node j: its ancestors and itself, which come before it.
-            taps: the largest K of a layer.
+            taps: the largest number of a convolution's taps.
         """
         device = visible_TT.device
         num_tokens = len(visible_TT)
@@ -149,7 +149,7 @@ def convolution(
     weight_CK: torch.Tensor,
     bias_C: torch.Tensor | None,
 ) -> torch.Tensor:
-    """A causal convolution of each channel along every path of a tree.
+    """A causal convolution of each channel along every path of a tree, as recurrent layers have it before their state.
 
     Args:
         tree: the step's tree.

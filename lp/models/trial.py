@@ -76,10 +76,10 @@ class Fault:
 
 
 class Trial:
-    """Runs the probe's tree-shaped steps on one model, over a prefix that is cached first.
+    """Runs the probe's tree-shaped steps on a model or an excerpt of it, over a prefix that is cached first.
 
     Args:
-        runner: runs passes over the model, mostly an excerpt.
+        runner: runs passes over the model or excerpt.
         prefix: token ids to cache.
         nodes: token ids of the step's nodes.
     """
@@ -136,7 +136,7 @@ class Trial:
 
 
 def planted(nodes: Sequence[int]) -> list[Fault]:
-    """The faults to plant in a step, one at a time.
+    """The faults that the probe plants in a step, one at a time, to see whether it would notice them.
 
     Args:
         nodes: the nodes that get a fault; each sees one node too many, sees one too few, and has another position.

@@ -56,7 +56,8 @@ class ModelView:
     def follow(self) -> bool:
         """Copy the original again if its modules, attributes or config have changed, as when an adapter was loaded.
 
-        The new copy keeps the old one's config, with what was set on it, unless the original's config has changed.
+        The new copy keeps the config of the one before, with what was set on it, unless the original's config has
+        changed.
 
         Returns:
             Whether `model` is a new copy.

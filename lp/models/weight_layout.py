@@ -44,7 +44,7 @@ def _is_plain(parameter: Any) -> bool:
 
 
 def laid_out(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-    """Move the weights of linear layers that have one input to where products read them fastest.
+    """Move the weights of linear layers that have a common input to where matrix products read them fastest.
 
     Args:
         parameters: weights or biases of layers that pass `is_mergeable`; equal in shape but for the number of rows.
