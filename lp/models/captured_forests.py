@@ -56,7 +56,7 @@ class CapturedForests:
 
     @property
     def captures(self) -> bool:
-        """Whether passes over several sequences are captured and replayed; False: their operations are launched one by one."""
+        """Whether passes over several sequences are captured and replayed, not launched one operation at a time."""
         return not self._given_up and captures_forests(self.runner, self.pool.capacity)
 
     def replays(self, cache: StaticKVCache) -> bool:
