@@ -1,1 +1,1 @@
-"""Models: loading, and running one step of them."""
+"""Load models, and run forward passes of them: captured steps, fused layers, KV caches, checks, tensor parallelism."""

@@ -1,6 +1,7 @@
-"""LoRA adapters that texts choose: each row of a pass goes through that of its own text, and no weight is merged.
+"""LoRA adapters chosen per sequence: each token of a forward pass goes through the adapter of its own sequence.
 
-The base product is computed once for all rows, and what an adapter adds for its rows alone, as PEFT computes it.
+No adapter is merged into the weights. A layer's base product is computed once for all tokens of the pass, and what an
+adapter adds is computed for its own tokens alone, as PEFT computes it. A row is the hidden states of one token.
 T: tokens of a pass.
 """
 
@@ -26,12 +27,17 @@ OTHER_ROWS = re.compile(r"(^|\.)(experts|lm_head)(\.|$)")
 
 
 class AdapterRows(threading.local):
-    """Which rows of this thread's pass belong to which adapter.
+    """Tells a model's LoRA layers which tokens of this thread's forward pass go through which adapter.
+
+    The model's runner sets it for the length of a pass (`of`); LoRA layers in the runner's view of the model read it
+    (`forward_of`).
 
     Attributes:
-        groups: names of adapters, and the rows of each.
-        others: the rows that have the adapters which are active on the model; None: there are none.
-        num_rows: T.
+        groups: pairs of an adapter's name and its rows of the pass; empty outside `of`, and where no sequence has
+            chosen an adapter. Rows are a slice or int64 indices into the T tokens.
+        others: the rows of sequences that have chosen none, which go through the adapters that are active on the model;
+            None: there are no such rows.
+        num_rows: T; a LoRA layer that gets another number of rows raises an error.
     """
 
     def __init__(self) -> None:
@@ -41,7 +47,12 @@ class AdapterRows(threading.local):
 
     @contextmanager
     def of(self, trees: Sequence[TreePass], device: torch.device) -> Iterator[None]:
-        """Within the block, passes are over these trees, one behind the other."""
+        """Within the block, this thread's forward passes compute the tokens of these sequences, in this order.
+
+        Args:
+            trees: the tokens of each sequence, with the adapter that it has chosen, in the order of the pass.
+            device: the model's device.
+        """
         if all(tree.adapter is None for tree in trees):
             yield
             return
@@ -59,9 +70,12 @@ class AdapterRows(threading.local):
             self.groups, self.others = [], None
 
     def forward_of(self, module: nn.Module) -> Callable[..., torch.Tensor] | None:
-        """What the copy of a LoRA layer runs in place of its forward, in a view of the model; None for other modules.
+        """The function that runs instead of a LoRA layer's forward in the runner's view of the model; None: none does.
 
-        It is called with the copy, the layer's own forward and the arguments.
+        The function is called with the layer's copy, the copy's own forward and the arguments of the call.
+
+        Args:
+            module: any module of the model; only plain LoRA layers are replaced.
         """
         return self._forward if _is_lora_linear(module) else None
 
@@ -101,14 +115,16 @@ def _add(layer: Any, names: Sequence[str], x: torch.Tensor, result: torch.Tensor
 
 
 def check_text_adapter(model: nn.Module, name: object) -> None:
-    """Refuse an adapter that a text cannot choose.
+    """Refuse an adapter that cannot be applied to one sequence's tokens alone, before anything is decoded with it.
 
     Args:
         model: the model, with PEFT's adapters loaded under their names.
-        name: the adapter's.
+        name: name of the adapter that a request asks for: up to 64 ASCII letters, digits, "_" and "-".
 
     Raises:
-        ValueError: no such adapter, or one that is not plain LoRA of linear layers whose rows are a pass's tokens.
+        ValueError: the model has no adapter of this name; the adapter, or one that is active on the model, is not plain
+            LoRA of linear layers whose rows are the tokens of a pass (experts and the LM head get other rows); or the
+            adapter changes no layer.
     """
     loaded = getattr(model, "peft_config", None)
     names = sorted(loaded) if isinstance(loaded, dict) else []

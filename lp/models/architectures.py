@@ -1,7 +1,7 @@
-"""What the decoder layers of transformers' architectures compute, where they differ from Llama's.
+"""How the decoder layers of transformers' architectures differ from Llama's, for `lp.models.fused` to rebuild them.
 
-An architecture is known by the exact classes of its modules. A class of a user, or one that a library has put in its
-place, is none of them.
+An architecture is recognised by the exact classes of its modules. A class that a user wrote, or that a library has put
+in the place of transformers' own, is not recognised: its layers run as they are.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lp.models.skipped_layer import SkippedLayer
 
 
 class NormRule(Enum):
-    """Where a norm rounds to the model's dtype: it divides by the root mean square in float32, whatever the dtype."""
+    """Where an RMS norm rounds to the model's dtype; it always divides in float32."""
 
     ROUNDED = auto()  # before the product with the weight
     WIDE = auto()  # after it
@@ -28,18 +28,21 @@ class NormRule(Enum):
 
 @dataclass(frozen=True)
 class Architecture:
-    """The layers of one architecture. Biases and the norms of queries and keys are seen on the modules themselves.
+    """How the decoder layers of one architecture differ from Llama's.
+
+    Biases, and norms of queries and keys, are not listed here: they are looked up on the modules themselves.
 
     Attributes:
-        prefix: what the names of transformers' classes begin with, as Llama in LlamaForCausalLM and LlamaDecoderLayer.
-        base: name of the class inside the causal LM, without the prefix.
-        norm: the rule of all its norms.
+        prefix: start of transformers' class names, such as "Llama" in LlamaForCausalLM and LlamaDecoderLayer.
+        base: rest of the class name of the decoder inside the causal LM, such as "Model" in LlamaModel.
+        norm: where all norms of the architecture round.
         attention_norms, mlp_norms: names of the layer's norms before and after the block; None where it has none.
-        window: what holds the sliding window that the attention function is given: "attention", "config", or None.
-        softcap: the attention function is given the cap of the scores.
-        rotary_by_kind: layers of each kind have rotary frequencies of their own.
-        multipliers: the config scales embeddings, residuals and logits.
-        capped_logits: the config may cap the logits.
+        window: where the sliding window that the attention function gets is looked up: "attention" (the attention
+            module), "config", or None: the function gets none.
+        softcap: whether the attention function gets a cap of the attention scores.
+        rotary_by_kind: whether sliding-window and full-attention layers have different rotary frequencies.
+        multipliers: whether the config scales embeddings, residuals and logits, as Granite's does.
+        capped_logits: whether the config may cap the logits (`final_logit_softcapping`).
     """
 
     prefix: str
@@ -94,14 +97,19 @@ _MLPS = [{"gate_proj", "up_proj", "down_proj", "act_fn"}, {"gate_up_proj", "down
 
 
 class Unknown(Exception):
-    """Some part of a model is not what the architecture says; the message names it."""
+    """Some part of a model is not what its architecture says, so its layers cannot be fused; the message names it."""
 
 
 def architecture_of(model: PreTrainedModel) -> Architecture:
-    """The architecture of a causal LM, if all that is replaced when its layers are fused is known exactly.
+    """Recognise the architecture of a causal LM, before its layers are fused.
+
+    Every part that fusing would replace must be exactly transformers' own.
+
+    Args:
+        model: the causal LM.
 
     Raises:
-        Unknown: a class, a module, a hook or a mode that is not known.
+        Unknown: a class, a child module, a hook or a mode (training) is not known; the message names it.
     """
     path = type(model).__module__
     name = path.rpartition(".modeling_")[2]
@@ -132,12 +140,17 @@ def architecture_of(model: PreTrainedModel) -> Architecture:
 
 
 def running(layers: Iterable[Any]) -> list[Any]:
-    """Decoder layers without those that are skipped."""
+    """The decoder layers that compute something: all but those that a view of the model skips (`SkippedLayer`)."""
     return [layer for layer in layers if not isinstance(layer, SkippedLayer)]
 
 
 def is_plain_mlp(mlp: nn.Module, prefix: str) -> bool:
-    """Whether an MLP of this architecture is the gated one of Llama."""
+    """Whether an MLP is Llama's, down(activation(gate) x up), and so can be fused; others run as they are.
+
+    Args:
+        mlp: the MLP of a decoder layer.
+        prefix: start of the architecture's class names, such as "Llama".
+    """
     try:
         _check(mlp, mlp.__class__.__module__, prefix + "MLP", set(mlp._modules))
     except Unknown:
@@ -157,16 +170,16 @@ def _check(module: nn.Module, path: str, name: str, children: set[str], allowed:
 
 
 def is_unhooked(module: nn.Module) -> bool:
-    """Whether a module's call does no more than its class's `forward` in eval mode."""
+    """Whether calling a module does no more than its class's `forward` in eval mode: fused code may replace it."""
     state = vars(module)
     return not (module.training or "forward" in state or any(state[name] for name in HOOKS))
 
 
 def check_unhooked(module: nn.Module) -> None:
-    """Refuse a module whose call does more than its class's `forward` in eval mode.
+    """Refuse a module whose call does more than its class's `forward` in eval mode: fused layers would leave that out.
 
     Raises:
-        Unknown: a hook, a `forward` of its own, or training.
+        Unknown: the module has a hook or a `forward` of its own, or is in training mode.
     """
     if not is_unhooked(module):
         raise Unknown(f"a {type(module).__name__} is trained, has a hook, or a forward of its own")

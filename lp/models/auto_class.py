@@ -1,4 +1,4 @@
-"""Which automatic class of transformers loads a checkpoint: that of causal LMs, or of models that take images."""
+"""Which automatic class of transformers loads a checkpoint: that of causal LMs, or of models that also take images."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ from lp.models.prompt_images import EXACT
 
 
 def auto_class(config: Any) -> Any:
-    """The automatic class that loads a checkpoint with this config.
+    """The automatic class of transformers that loads a checkpoint with this config.
 
-    A type that has both, as Qwen 3.5, is loaded with its vision where the config's `architectures` name it.
+    A model type that both classes know, such as Qwen 3.5, is loaded with its vision part if the config's
+    `architectures` name the class that has it.
+
+    Args:
+        config: the checkpoint's config, from AutoConfig.
     """
     if config.model_type not in EXACT or (kind := _class_in(AutoModelForImageTextToText, config)) is None:
         return AutoModelForCausalLM
@@ -22,7 +26,7 @@ def auto_class(config: Any) -> Any:
 
 
 def model_class(config: Any) -> type[PreTrainedModel] | None:
-    """The class of models with this config; None where transformers knows none that continues tokens."""
+    """The class of the model that a checkpoint with this config holds; None: transformers has no causal LM for it."""
     return _class_in(auto_class(config), config)
 
 

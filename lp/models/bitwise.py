@@ -36,15 +36,16 @@ REMEDY = "choose exact=tokens"
 def runner_for(
     model: PreTrainedModel, attention: str, capture: Capture, exact: str, kv_dtype: str = KVDtype.AUTO
 ) -> ModelRunner:
-    """The model's runner with these settings.
+    """The model's runner for a decoder's settings, among them `exact="bitwise"`; equal settings share one runner.
 
     Args:
         model, attention, capture: see `runner_of`.
-        exact: one of `Exact`.
-        kv_dtype: one of `KVDtype`.
+        exact: a value of `Exact`: "auto", "tokens" or "bitwise".
+        kv_dtype: a value of `KVDtype`: "auto", "int8" or "fp8".
 
     Raises:
-        ValueError: what `runner_of` refuses; a model or settings that the mode can't be had with, by name.
+        ValueError: an unknown value, or what `runner_of` refuses; for "bitwise" also a model or another setting that
+            makes the mode impossible, by name and with the remedy.
     """
     if exact not in list(Exact):
         raise UserError(f"exact is {exact!r}; it must be one of {', '.join(Exact)}")
@@ -62,10 +63,14 @@ def runner_for(
 
 
 def check_step_tokens(runner: ModelRunner, num_tokens: int) -> None:
-    """Refuse steps of more tokens than a pass of the mode may have.
+    """Refuse a config whose decode steps have more tokens than a pass may have in `exact="bitwise"`.
+
+    Args:
+        runner: the decoder's runner; without `widths` it has no such limit.
+        num_tokens: tokens of the config's largest step.
 
     Raises:
-        ValueError: names both.
+        ValueError: the step is too large; names both numbers.
     """
     if runner.widths and num_tokens > runner.widths[-1]:
         raise UserError(

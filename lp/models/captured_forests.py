@@ -1,6 +1,7 @@
-"""Captured steps of several sequences, whose caches lie in one pool: where each of them lies is data.
+"""Captured decode steps over several sequences, whose KV caches lie in one pool.
 
-Q: places for sequences, M: slots that a step moves for the commits before it.
+A captured step replays fixed kernels, so the place of each sequence in the pool is data that the step reads.
+Q: places for sequences in a step. M: cache slots that a step moves for the commits before it.
 """
 
 from __future__ import annotations
@@ -24,17 +25,19 @@ from lp.models.runner import ModelRunner, PassLogits, logger
 from lp.models.sharded_layers import replica_of
 from lp.models.tree_pass import TreePass
 
-MOVES = 128  # M; what commits move beyond it is moved before the step
-MASKED_SLOTS = 16384  # of a pool, up to which attention reads all of them where it can't read each sequence's alone
+MOVES = 128  # M; slots that commits move beyond so many are moved before the step
+MASKED_SLOTS = 16384  # size of a pool up to which attention may read all slots, with a mask
 
 
 class CapturedForests:
-    """Runs passes over several sequences as captured steps, where they are; else as `ModelRunner.forward_trees`.
+    """Runs forward passes over several sequences as captured steps (recorded GPU work that is replayed) where it can.
+
+    Other passes run by `ModelRunner.forward_trees`.
 
     Args:
         runner: runs the model's passes.
-        pool: the cache slots of all sequences, as `pool_for` makes them.
-        most_sequences: most sequences of a pass.
+        pool: the cache slots of all sequences, from `pool_for`.
+        most_sequences: the most sequences that one pass has.
     """
 
     def __init__(self, runner: ModelRunner, pool: KVPool, most_sequences: int) -> None:
@@ -43,25 +46,36 @@ class CapturedForests:
         self.most_sequences = most_sequences
         padding = -(-WIDTHS[-1] // LARGEST_PADDING) if runner.widths else 1
         self._num_places = max(most_sequences + padding, BUCKETS[-1] // LARGEST_PADDING)  # Q
-        self._captured: CapturedSteps | None = None  # whose steps these stand beside: of the model as it was
+        self._captured: CapturedSteps | None = None  # steps of the model as it was when `_steps` were captured
         self._whole: StaticKVCache | None = None  # all slots of the pool
         self._steps: dict[int, CapturedStep] = {}
         self._seen: Counter[int] = Counter()  # passes by bucket
         self._uncaptured = 0  # passes for which there was no step
         self._given_up = False
-        self._copied: torch.cuda.Event | None = None  # behind the last step's copy of its block, if nobody has waited
+        self._copied: torch.cuda.Event | None = None  # after the last step's copy of its inputs; None: waited for
 
     @property
     def captures(self) -> bool:
-        """Whether steps of several texts are captured, or run one operation at a time."""
+        """Whether passes over several sequences are captured and replayed, not launched one operation at a time."""
         return not self._given_up and captures_forests(self.runner, self.pool.capacity)
 
     def replays(self, cache: StaticKVCache) -> bool:
-        """Whether steps of a text whose cache this is are captured here."""
+        """Whether decode steps of a sequence can be captured here.
+
+        Args:
+            cache: the sequence's KV cache; steps are captured only over caches in the pool.
+        """
         return self.captures and cache in self.pool
 
     def forward(self, trees: Sequence[TreePass]) -> PassLogits:
-        """Arguments and result as of `ModelRunner.forward_trees`; valid until the next step."""
+        """Compute the tokens of one or more sequences in one pass, by a captured step if there is one of this size.
+
+        Args:
+            trees: the tokens of each sequence, at least one.
+
+        Returns:
+            The logits of each tree's `logits_indices`, in the order of the trees; valid until the next step.
+        """
         num_tokens = sum(len(tree.tokens) for tree in trees)
         in_pool = all(tree.cache in self.pool and tree.adapter is None for tree in trees)
         fits = self.runner.captured is not None and self.runner.captured.fits(num_tokens)
@@ -78,10 +92,10 @@ class CapturedForests:
         return self.runner.forward_trees(trees)
 
     def _step_of(self, num_tokens: int) -> CapturedStep | None:
-        """The step that computes so many tokens; None in an engine's first passes, for which there is none.
+        """The captured step that computes so many tokens; None in an engine's first passes, which run uncaptured.
 
-        Until a bucket has come often, a larger one takes its place: a GPU takes little longer for more tokens, and a
-        host much longer to launch one kernel after the other.
+        Until steps of a bucket have been needed often, a captured step of a larger bucket runs instead: a GPU takes
+        little longer for more tokens, and a host much longer to launch one kernel after the other.
         """
         captured = self.runner.captured
         assert captured is not None
@@ -109,13 +123,13 @@ class CapturedForests:
         self._captured = self._whole = None
 
     def _await_copy(self) -> None:
-        """The last step reads its block no more: it can be filled again, or be other pinned memory."""
+        """Wait until the device has copied the last step's input block, which can then be filled again or freed."""
         if self._copied is not None:
             replica_of(self.runner.model).wait_for(self._copied)
             self._copied = None
 
     def message_read(self) -> None:
-        """What the last step left has been read on the host: the device is done with its block."""
+        """Note that the host has read the last step's results: the device is done with the step's input block."""
         self._copied = None
 
     def _run(self, step: CapturedStep, trees: Sequence[TreePass]) -> PassLogits:
@@ -126,14 +140,24 @@ class CapturedForests:
         return PassLogits(logits_BV, [len(tree.logits_indices) for tree in trees], step)
 
     def note_copy(self) -> None:
-        """The device has been given work that reads pinned memory: what fills it again is to wait for that."""
+        """Note that the device now has work that reads the inputs of the step from pinned host memory.
+
+        The next step waits until that work is done, before it writes its own inputs there.
+        """
         if self.runner.device.type == "cuda":
             self._copied = torch.cuda.Event()
             self._copied.record()
 
 
 def captures_forests(runner: ModelRunner, num_slots: int) -> bool:
-    """Whether passes over sequences in a pool of so many slots are captured."""
+    """Whether this runner captures passes over several sequences in one pool of cache slots.
+
+    It does not where attention would have to read all slots of a pool that is large (`MASKED_SLOTS`).
+
+    Args:
+        runner: runs the model's passes.
+        num_slots: slots of the sequences' pool.
+    """
     captured = runner.captured
     if captured is None or not captured.recorder.recording or not runner.takes_forests:
         return False
@@ -141,15 +165,23 @@ def captures_forests(runner: ModelRunner, num_slots: int) -> bool:
 
 
 def reads_all_slots(runner: ModelRunner) -> bool:
-    """Whether captured passes over several sequences read all slots of the pool: with a mask, or to dequantise them."""
+    """Whether attention in captured passes over several sequences reads all slots of the pool.
+
+    It does where it needs a mask, and where keys and values are stored quantised; else it reads each sequence's slots
+    alone.
+    """
     return not (runner.backend.takes_pools and runner.masks.kinds == {FULL} and runner.kv_dtype is KVDtype.AUTO)
 
 
 def pool_for(runner: ModelRunner, num_slots: int) -> KVPool:
-    """A pool for passes over several sequences of a model.
+    """Allocate the KV cache slots of all sequences that an engine decodes together.
+
+    Args:
+        runner: runs the model's passes.
+        num_slots: slots for the sequences' tokens; spare ones for padding are added where passes are captured.
 
     Raises:
-        CacheTooLarge: the device has no room.
+        CacheTooLarge: the device has no room for them.
     """
     if not captures_forests(runner, num_slots):
         return KVPool(runner.known_kinds, num_slots, runner.cache_without_buffers)

@@ -1,9 +1,9 @@
-"""A captured step of one size: what it reads, as a block of numbers that the host fills, and the work that replays.
+"""A captured decode step of one size: the input block that the host fills, and the device work that replays over it.
 
-T: step tokens, B: those of the step's bucket, T with padding, Q: places for sequences, V: vocabulary size, M: slots
-that a step moves for the commits before it, W: int64s that hold a bit for each of B tokens.
+T: step tokens, B: tokens of the step's bucket (T with padding), Q: places for sequences, V: vocabulary size, M: cache
+slots that a step moves for the commits before it, W: int64 words that have a bit for each of B tokens.
 How much is cached, and where, is data and no shape: tokens are written to the slots that the block names, and a mask
-hides what lies behind them.
+hides all slots behind them.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ from lp.models.kv_cache import StaticKVCache
 from lp.models.tree_pass import TreePass
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # tokens
-LARGEST_PADDING = BUCKETS[-1] // 4  # tokens
-SPARE_SLOTS = LARGEST_PADDING + 1  # that a cache has behind all others, for padding; the last one is moved to itself
+LARGEST_PADDING = BUCKETS[-1] // 4  # tokens of one sequence of padding
+SPARE_SLOTS = LARGEST_PADDING + 1  # at the end of a cache, for padding; moves of nothing name the last one
 BITS = 64  # of an int64
 
 
 class BlockShape(NamedTuple):
-    """What a step's block has room for.
+    """The sizes of the int64 block from which a captured step reads its inputs.
 
     Attributes:
-        bucket: B.
-        moves: M; what commits move beyond it is moved before the step.
-        places: Q of a step over a pool, one of them for padding; 0: one sequence has the cache to itself.
+        bucket: B, tokens of the step, padding included.
+        moves: M, how many cache slots the step can move for the commits before it; further ones are moved before it
+            runs.
+        places: Q, sequences that a step over a pool can have, some of them for padding; 0: one sequence has the cache
+            to itself.
     """
 
     bucket: int
@@ -41,23 +43,28 @@ class BlockShape(NamedTuple):
 
     @property
     def sizes(self) -> list[int]:
-        """Number of int64s that every part of `StepInputs` has, in order."""
+        """Number of int64s in each field of `StepInputs`, in the order of the fields."""
         words = -(-self.bucket // BITS)
         return [*[self.bucket] * 6, self.moves, self.moves, 4 * self.places, self.bucket * words]
 
 
 class StepInputs(NamedTuple):
-    """The parts of a block of int64s, on the host or on the device, that a step reads.
+    """What a captured step reads, as parts of one block of int64s: NumPy arrays on the host, tensors on the device.
+
+    A single copy of the block hands all of it to the device. Tokens of several sequences lie one behind the other, and
+    padding behind them.
 
     Attributes:
-        tokens_B, positions_B: tokens of all sequences, then padding.
-        rotary_B: the positions that each token's keys and queries are turned by.
-        logits_indices_B: the tokens whose logits are computed, then padding.
-        slots_B: where each token's keys and values are written.
-        sequence_B: the place of each token's sequence.
-        sources_M, targets_M: slots that the commits before it move from and to; padding moves a slot to itself.
-        sequences_Q4: first token, tokens, first slot and cached tokens of each sequence; those behind them are padding.
-        visible_BW: bit j of row i is whether token i sees token j.
+        tokens_B: token ids.
+        positions_B: positions of the tokens in their sequences, for masks.
+        rotary_B: positions for the rotary embedding, which differ from `positions_B` behind images of some models.
+        logits_indices_B: indices of the tokens whose logits are computed, then padding.
+        slots_B: cache slot that each token's keys and values are written to.
+        sequence_B: number of each token's sequence: its row of `sequences_Q4`.
+        sources_M, targets_M: slots that the commits before the step move from and to; padding moves a slot to itself.
+        sequences_Q4: each sequence's first token in the step, its number of tokens in the step, its first slot in
+            the pool and its number of cached tokens; the rows behind all sequences are padding.
+        visible_BW: bits; token i sees token j of the step if bit j % 64 of word j // 64 in row i is set.
     """
 
     tokens_B: Any
@@ -73,17 +80,24 @@ class StepInputs(NamedTuple):
 
     @classmethod
     def parts(cls, block: Any, shape: BlockShape) -> StepInputs:
-        """Views of a block, an array or a tensor."""
+        """Divide a block of int64s into the inputs of a captured step, as views.
+
+        Args:
+            block: an array or a tensor with as many int64s as all `shape.sizes` together.
+            shape: the sizes of the block.
+        """
         ends = itertools.accumulate(shape.sizes, initial=0)
         *flat, sequences, visible = (block[start:end] for start, end in itertools.pairwise(ends))
         return cls._make([*flat, sequences.reshape(shape.places, 4), visible.reshape(shape.bucket, -1)])
 
     def fill(self, trees: Sequence[TreePass], cache: StaticKVCache) -> None:
-        """Fill in the passes of some sequences; without any, a step changes nothing that is cached.
+        """Write the next step's passes into the block, on the host.
+
+        Slots that the sequences' last commits have left to move are moved by the step too.
 
         Args:
-            trees: one for each sequence.
-            cache: all that the step reads and writes.
+            trees: one for each sequence; none: the step computes padding alone and changes nothing that is cached.
+            cache: the cache that the step reads and writes: the sequence's own, or all slots of the pool.
         """
         self.logits_indices_B[:] = self.tokens_B[:] = self.positions_B[:] = self.rotary_B[:] = 0
         self.sources_M[:] = self.targets_M[:] = cache.capacity - 1
@@ -114,8 +128,10 @@ class StepInputs(NamedTuple):
         fill_visible(self.visible_BW, parents_B)
 
     def _pad(self, start: int, num_sequences: int, cache: StaticKVCache) -> None:
-        """Where the tokens from `start` on are written: behind a sequence that has the cache to itself, else in the
-        spare slots, as sequences of their own: one, but for a step without any other.
+        """Fill in the padding tokens, from token `start` on: the cache slots that their keys and values are written to.
+
+        Where a sequence has the cache to itself, these are the slots behind it. In a pool they are the spare slots, and
+        the padding counts as sequences of its own: as one, or as several in a step without any other sequence.
         """
         bucket = len(self.tokens_B)
         if not len(self.sequences_Q4):
@@ -133,12 +149,12 @@ class StepInputs(NamedTuple):
 
 
 class StepTensors(NamedTuple):
-    """What a step reads on the device, which work captured behind it may read too.
+    """Inputs of a captured step on the device, which work that is captured to run behind it reads, such as sampling.
 
     Attributes:
-        tokens_B: the step's tokens, then padding.
-        logits_indices_B: the tokens whose logits are computed, then padding.
-        visible_BB: bool, the tokens of the step that each one sees.
+        tokens_B: int64, the step's token ids, then padding.
+        logits_indices_B: int64, indices of the tokens whose logits are computed, then padding.
+        visible_BB: bool; [i, j]: token i sees token j of the step.
     """
 
     tokens_B: torch.Tensor
@@ -148,15 +164,15 @@ class StepTensors(NamedTuple):
 
 @dataclass(frozen=True)
 class CapturedStep:
-    """The step of one bucket.
+    """A captured decode step of one size, its bucket: `stage` writes its inputs, `run` computes it.
 
     Attributes:
-        cache: all that it reads and writes: one sequence's, or all slots of a pool.
-        host: the block in (pinned) host memory, which the step begins by copying.
-        inputs: the block's parts, as arrays.
-        tensors: what the step reads on the device.
-        run: the step; returns logits (B, V), overwritten by the next run.
-        tails: what was captured to run behind it, by what it depends on; kept as long as the step.
+        cache: the KV cache that it reads and writes: one sequence's, or all slots of a pool.
+        host: its input block in host memory, int64, pinned for a GPU; the step begins with the copy to the device.
+        inputs: the parts of `host`, as arrays.
+        tensors: the step's inputs on the device.
+        run: computes the step and returns its logits (B, V), B tokens of the bucket; the next run overwrites them.
+        tails: work that was captured to run behind the step, such as sampling, by the settings it was captured for.
     """
 
     cache: StaticKVCache
@@ -167,23 +183,32 @@ class CapturedStep:
     tails: dict[Hashable, Any] = field(default_factory=dict)
 
     def stage(self, trees: Sequence[TreePass]) -> None:
-        """Make the next run compute these passes. The device must have copied what the block held before."""
+        """Write the tokens of these sequences into the step's input block, so that the next run computes them.
+
+        The device must have copied what the block held before.
+
+        Args:
+            trees: one for each sequence.
+        """
         self.inputs.fill(trees, self.cache)
         self.cache.begin_replay(len(self.inputs.tokens_B))
 
     def run_empty(self) -> torch.Tensor:
-        """Run the step without a token of any text: its logits (B, V), of padding. Nothing that is cached changes."""
+        """Run the step on padding alone, so that work behind it can be captured; returns its logits (B, V).
+
+        Nothing that is cached changes.
+        """
         self.inputs.fill([], self.cache)
         return self.run()
 
 
 def bucket_of(num_tokens: int, buckets: Sequence[int] = BUCKETS) -> int:
-    """The smallest bucket that has so many tokens."""
+    """The smallest bucket (size that steps are padded to) with room for so many tokens, such as 24 for a step of 17."""
     return next(size for size in buckets if size >= num_tokens)
 
 
 def _moves(caches: Sequence[StaticKVCache], most: int) -> tuple[list[int], list[int]]:
-    """Slots that the caches' commits move from and to; what is beyond `most` is moved at once."""
+    """Slots that the caches' last commits move from and to; a cache that does not fit into `most` is moved at once."""
     sources: list[int] = []
     targets: list[int] = []
     for cache in caches:
@@ -196,7 +221,12 @@ def _moves(caches: Sequence[StaticKVCache], most: int) -> tuple[list[int], list[
 
 
 def fill_visible(visible_BW: np.ndarray, parents: Sequence[int] | np.ndarray) -> None:
-    """Set the bits of what each token sees: its parent, what that one sees, and itself; padding sees itself."""
+    """Set the bits for what each token of a step sees: its parent, all that the parent sees, and itself.
+
+    Args:
+        visible_BW: int64; row i has bit j % 64 of word j // 64 set if token i sees token j.
+        parents: index of each token's parent, which comes before it; -1: it has none, as padding.
+    """
     _fill_bits(compiled_array(visible_BW.view(np.uint64)), compiled_ints(parents))
 
 

@@ -1,4 +1,4 @@
-"""Captured steps: padded to a few sizes, so that a step is one replay of kernels recorded before.
+"""Captured decode steps of a sequence: padded to a few sizes, so that a step is one replay of kernels recorded before.
 
 B: tokens of a step's bucket, C: capacity of a cache in slots, V: vocabulary size.
 """
@@ -40,19 +40,25 @@ from lp.parallel.replica import Replica
 logger = logging.getLogger(__name__)
 CAPACITY_UNIT = 256  # capacities are multiples of it, so that prompts of like lengths share captured steps
 GROWTH = 1.5  # the least factor between capacities, or a text a little longer each time would be captured each time
-MOVES = 64  # M of one sequence; longer paths are moved before the step
+MOVES = 64  # M of one sequence; the slots of longer paths are moved before the step
 UNCAPTURED = 8  # passes of a size before it is captured, which takes about as long as a few of them
 LONGEST_PROMPT = 256  # tokens; a longer pass keeps a GPU busy while the host launches it, captured or not
 
 
 def capture_mode(capture: Capture, model: PreTrainedModel, shifting: bool, backend: AttentionBackend) -> Capture | None:
-    """How to capture steps, None for not at all; `auto` is a graph on a GPU where that can be right.
+    """Choose how a model's decode steps are captured; `auto` takes a CUDA graph on a GPU where nothing rules it out.
 
     Args:
-        shifting: the model's rotary frequencies change with the length.
+        capture: the user's choice.
+        model: the model, on its device.
+        shifting: whether the model's rotary frequencies change with the length of the text.
+        backend: the attention backend that steps run.
+
+    Returns:
+        GRAPH or COMPILE; None: steps are not captured.
 
     Raises:
-        ValueError: an explicit choice that can't be; names why and a remedy.
+        ValueError: an explicit choice that is impossible here; names why and a remedy.
     """
     device = model.get_input_embeddings().weight.device
     obstacle = backend.capture_obstacle
@@ -74,27 +80,28 @@ def capture_mode(capture: Capture, model: PreTrainedModel, shifting: bool, backe
 
 
 class CapturedSteps:
-    """Owns caches, static buffers and graphs; captures a bucket when it is first needed.
+    """Captures a model's decode steps when they are first needed, and owns the KV caches and graphs that these use.
 
-    Generations take turns: one that starts within another has a cache of its own, and its steps are not captured.
+    Generations take turns with its cache. One that starts while another runs gets a cache of its own, and its steps are
+    not captured.
 
     Args:
         model: the model on its device, or its fused layers.
         masks: builds the masks for its attention backend.
         mode: GRAPH records the model's own kernels, COMPILE what torch.compile makes of them (recorded on a GPU); OFF
-            runs them over the same buffers, as they are: for the probe, and where there is no GPU.
-        known: see `StaticKVCache`.
-        recurrent: see `shapes` of `HybridCache`; empty: the model has no recurrent layers.
-        replica: the ranks that the model is divided among; None: it is whole.
-        cache_keyword: keyword under which the model takes its cache.
-        buckets: tokens that a step may have, ascending.
-        may_round: steps may run kernels that round otherwise than the operations of uncaptured passes do.
-        kv_dtype: what caches hold keys and values as.
+            runs them over the same buffers without recording: for the probe, and where there is no GPU.
+        known: how many keys and values of each kind the model has, see `StaticKVCache`.
+        recurrent: shape of the recurrent state by layer, see `HybridCache`; empty: the model has no recurrent layers.
+        replica: the ranks that the model is divided among; None: this rank has all of it.
+        cache_keyword: the argument of the model's forward that takes the cache, such as "past_key_values".
+        buckets: numbers of tokens that a step may have, ascending; other steps are padded.
+        may_round: whether steps may run kernels that round differently from the operations of uncaptured passes.
+        kv_dtype: how caches store keys and values.
 
     Attributes:
         cache: cache of the generation that is running, or of the last one; None before the first.
-        reserved: a running generation has the cache.
-        shared: other memory of the device that captured work reads, by what it is for and what depends on its size.
+        reserved: whether a running generation has the cache.
+        shared: further device memory that captured work reads, by its purpose and what its size depends on.
         kernels: kernels that run in the place of torch's operations, where layers are fused.
     """
 
@@ -129,17 +136,21 @@ class CapturedSteps:
         self._steps: dict[tuple[int, int], CapturedStep] = {}  # by C and B
         self._prompts: Counter[int] = Counter()  # chunks of prompts for which there was no step, by B
         self._prompts_given_up = False
-        self._in_flight: torch.cuda.Event | None = None  # behind a step that nothing has waited for
+        self._in_flight: torch.cuda.Event | None = None  # recorded after a step that nobody has waited for
         fused = isinstance(model, FusedModel) and mode is Capture.GRAPH
         self.kernels = model.choose_kernels(self.replica, may_round) if fused else NO_KERNELS
 
     def empty_cache(self, capacity: int) -> StaticKVCache:
-        """The smallest cache that has so many slots and a step's padding; made where there is none.
+        """The cache for a generation: the smallest with enough slots, emptied; a new one where none is large enough.
 
-        A new one is larger by a factor, and those before stay for shorter texts, unless memory lacks.
+        A new cache has at least 1.5 times the slots of the largest before it. Smaller ones stay for shorter texts,
+        unless memory is short.
+
+        Args:
+            capacity: slots that prefix and step need; those for a step's padding are added.
 
         Raises:
-            CacheTooLarge: there is no memory for it.
+            CacheTooLarge: the device has no room for it.
         """
         needed = capacity + SPARE_SLOTS
         self.cache = next((cache for cache in self._caches if cache.capacity >= needed), None)
@@ -155,17 +166,21 @@ class CapturedSteps:
         return self.cache
 
     def fits(self, num_tokens: int) -> bool:
-        """Whether a step of so many tokens has a bucket."""
+        """Whether a step of so many tokens is small enough to be captured: the largest bucket has room for it."""
         return num_tokens <= self.buckets[-1]
 
     def staged(self, tree: TreePass) -> CapturedStep:
-        """The captured step that computes this pass, over the cache of the generation that is running.
+        """The captured step that computes this pass, with its inputs written; `run` is left to the caller.
 
-        The device must have copied what its block held before: whoever reads a step's message has waited for that, and
-        behind `run_unread` this call waits.
+        The pass is over the cache of the generation that is running. The device must have copied the inputs of the step
+        before: the caller has waited for that if it has read that step's results, and behind `run_unread` this call
+        waits.
+
+        Args:
+            tree: the sequence's tokens.
 
         Raises:
-            CaptureFailed: it can't be captured.
+            CaptureFailed: the step can't be captured.
         """
         if self._in_flight is not None:
             self.replica.wait_for(self._in_flight)
@@ -175,10 +190,13 @@ class CapturedSteps:
         return step
 
     def takes_prompt(self, num_tokens: int) -> bool:
-        """Whether a chunk of so many tokens of a prompt is to be a captured step: once such chunks have come often.
+        """Whether a chunk of a prompt is to run as a captured step, which is captured once such chunks have come often.
 
         A host takes some 15 ms to launch the kernels of 30 layers one by one, and a GPU a tenth of that to run them.
-        Where there is no step for it and none can be captured, prompts are not tried again: they need no step.
+        If a capture fails, no further one is tried for prompts, which run uncaptured as well.
+
+        Args:
+            num_tokens: tokens of the chunk.
         """
         assert self.cache is not None
         if self.mode is not Capture.GRAPH or self.recurrent or num_tokens > min(LONGEST_PROMPT, self.buckets[-1]):
@@ -197,7 +215,10 @@ class CapturedSteps:
         return not self._prompts_given_up
 
     def run_unread(self, step: CapturedStep) -> torch.Tensor:
-        """Run a staged step of which no message is read, so that the host may be ahead of it: its logits (B, V)."""
+        """Run a staged step whose results the host does not wait for, such as a prompt's; returns its logits (B, V).
+
+        The next `staged` waits until the device has copied the step's inputs.
+        """
         logits = step.run()
         if self.device.type == "cuda":
             self._in_flight = torch.cuda.Event()
@@ -205,10 +226,10 @@ class CapturedSteps:
         return logits
 
     def step_of(self, num_tokens: int) -> CapturedStep:
-        """The step of the bucket of so many tokens; captured if it has not been.
+        """The captured step with room for so many tokens, of the smallest bucket that has it; captured now if need be.
 
         Raises:
-            CaptureFailed: it can't be.
+            CaptureFailed: the step can't be captured.
         """
         assert self.cache is not None
         key = self.cache.capacity, bucket_of(num_tokens, self.buckets)
@@ -223,22 +244,28 @@ class CapturedSteps:
         return self._steps[key]
 
     def steps_up_to(self, num_tokens: int) -> list[CapturedStep]:
-        """The steps of all buckets up to that of so many tokens.
+        """Capture the steps of all buckets up to that of so many tokens, so that none is captured while decoding.
+
+        Returns:
+            The captured steps, by size, ascending.
 
         Raises:
-            CaptureFailed: one can't be captured.
+            CaptureFailed: a step can't be captured.
         """
         assert self.cache is not None
         largest = next((size for size in self.buckets if size >= num_tokens), self.buckets[-1])
         return [self.step_of(bucket) for bucket in self.buckets if bucket <= largest]
 
     def logits(self, inputs: StepInputs, visible_BB: torch.Tensor, cache: StaticKVCache) -> torch.Tensor:
-        """The logits (B, V) of a step's tokens.
+        """Run the model on a step's inputs; this call is what a capture records.
 
         Args:
             inputs: the step's inputs, on the device.
-            visible_BB: bool, the tokens of the step that each one sees.
-            cache: all that the step reads and writes.
+            visible_BB: bool; [i, j]: token i sees token j of the step.
+            cache: the cache that the step reads and writes.
+
+        Returns:
+            Logits (B, V) of the tokens at `inputs.logits_indices_B`.
         """
         slots_B, dtype = inputs.slots_B, self.masks.dtype
         view: View
@@ -263,12 +290,12 @@ class CapturedSteps:
         return logits
 
     def settle(self) -> None:
-        """Wait for a step that was cut: the device may still read its block."""
+        """Wait for a step that was interrupted or whose results were not read: the device may still read its inputs."""
         if self.device.type == "cuda" and not self.replica.lost:
             self.replica.wait_for(torch.cuda.current_stream(self.device).record_event())
 
     def release(self) -> None:
-        """Free graphs, buffers and caches."""
+        """Free all graphs, buffers and caches; later steps allocate and capture anew."""
         self._steps.clear()
         self._caches.clear()
         self.shared.clear()
@@ -287,14 +314,14 @@ class CapturedSteps:
         return cache
 
     def capture(self, cache: StaticKVCache, shape: BlockShape) -> CapturedStep:
-        """Capture the step of one bucket.
+        """Capture the decode step of one bucket: record its work on the device, to be replayed.
 
         Args:
-            cache: all that it reads and writes: one sequence's, or all slots of a pool.
-            shape: what its block has room for.
+            cache: the cache that it reads and writes: one sequence's, or all slots of a pool.
+            shape: the sizes of its input block.
 
         Raises:
-            CaptureFailed: it can't be captured.
+            CaptureFailed: the step can't be captured.
         """
         host = torch.zeros(sum(shape.sizes), dtype=torch.int64, pin_memory=self.device.type == "cuda")
         staged = StepInputs.parts(host.numpy(), shape)
@@ -327,11 +354,14 @@ class CapturedSteps:
 
 
 def compiled_by_itself(function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    """Compile a step of one fixed shape, apart from the others of the same lines.
+    """Compile a step of fixed shape by torch.compile, apart from the steps that share its source lines.
 
-    Torch keeps what it compiled by the code object of a function, which all buckets of all models share: it would take
-    each for a change of the one before, and stop compiling after 8 (`torch._dynamo.config.recompile_limit`). So each
-    gets a code object of its own.
+    Torch keeps its compiled code by the code object of a function, which the steps of all buckets and models share: it
+    would take each for a change of the one before, and stop compiling after 8 (`torch._dynamo.config.recompile_limit`).
+    So each step gets a code object of its own.
+
+    Args:
+        function: computes the step; no arguments.
     """
     assert isinstance(function, FunctionType)
     function.__code__ = function.__code__.replace()

@@ -1,4 +1,4 @@
-"""Clocks that tell what work takes: on a CPU this thread's own, which other programs do not lengthen."""
+"""Clocks that time work on a device; on a CPU they count this thread's time, which other programs do not lengthen."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from lp.parallel.replica import Replica
 
 
 def clock_of(device: torch.device, replica: Replica | None = None) -> Callable[[], float]:
-    """The clock that tells what work on a device takes, in seconds: on a CPU this thread's, which other programs do not
-    slow down; on a GPU the host's, once the device has done what was asked of it.
+    """The clock to time work on a device with: the difference of two calls is the work's seconds.
+
+    On a CPU it counts this thread's processor time, which other programs do not lengthen. On a GPU it waits until the
+    device has done all it was asked to, then reads the host's clock.
 
     Args:
-        replica: the ranks that the timed work waits for; None: this one alone.
+        device: the device that the work runs on.
+        replica: ranks whose devices the timed work waits for; None: this rank's alone.
     """
     ranks = replica or Replica()
     if device.type == "cpu":
@@ -30,5 +33,5 @@ def clock_of(device: torch.device, replica: Replica | None = None) -> Callable[[
 
 
 def thread_clock() -> Callable[[], float]:
-    """Seconds of this thread's processor; of the wall where the system counts them in coarse steps."""
+    """The clock of this thread's processor time, in seconds; of wall time where the system's thread clock is coarse."""
     return time.thread_time if time.get_clock_info("thread_time").resolution < 1e-4 else time.perf_counter

@@ -1,4 +1,4 @@
-"""Ranks must hold the same model: digests of it, to be compared before anything runs."""
+"""Digests of a model, by which ranks check that they hold the same one before anything runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ SPREAD = 0x9E3779B97F4A7C15 - (1 << 64)  # neighbouring multiples of it share fe
 
 
 def model_digests(model: PreTrainedModel) -> dict[str, int]:
-    """Digests of a model's config, of its weights' names and shapes, and of their bytes."""
+    """Digests by which ranks compare a model: of its config, of its weights' names and shapes, and of their bytes.
+
+    Returns:
+        Integers by what they are of, in words for an error message, such as "model config".
+    """
     weights = _weights(model)
     names = "\n".join(f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in weights)
     return {
@@ -27,10 +31,10 @@ def model_digests(model: PreTrainedModel) -> dict[str, int]:
 
 
 def weights_checksum(model: PreTrainedModel) -> int:
-    """A digest of the bytes of a model's weights.
+    """A digest of the bytes of all weights of a model, to tell whether two models have the same weights.
 
     Raises:
-        ValueError: weights are offloaded.
+        ValueError: weights are offloaded, and so not in memory.
     """
     return chain_digest(0, [_checksum(part) for _, tensor in _weights(model) for part in _plain(tensor)])
 
@@ -40,7 +44,7 @@ def _weights(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
 
 
 def without_addresses(printed: str) -> str:
-    """Settings as Python prints them, without the addresses of objects."""
+    """Remove addresses, such as " at 0x7f12", from printed settings: they differ from process to process."""
     return re.sub(" at 0x[0-9a-f]+", "", printed)
 
 

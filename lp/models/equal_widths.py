@@ -1,11 +1,12 @@
-"""How many tokens a pass may have so that a token's row has the same bits as in any other such pass.
+"""Find the numbers of tokens in a pass (widths) at which a token's row has the same bits, whatever else is in the pass.
 
 Rows of a product are summed alike whatever else is in it, on most machines and at most numbers of rows, but libraries
 have other kernels for a few rows, and element-wise code rounds otherwise at the end of a thread's share. So the model
-is asked, under the threads that it runs with: tokens that follow one prefix are computed at each width, beside others
-and in other places, and every row is compared. Experts are asked by themselves, too, with one token and with many.
+is tried out, with the number of threads that it runs with: tokens that follow one prefix are computed at each width,
+beside others and in other places, and every row is compared. Experts are also tried by themselves, with one token and
+with many.
 
-What differs in a few of a hundred numbers may not show in so many rows: SiLU and sigmoid, where torch computes what is
+A difference in a few of a hundred numbers may not show in so many rows: SiLU and sigmoid, where torch computes what is
 left of a tensor one number at a time. So widths are left out at which a layer's rows would not fill vectors.
 """
 
@@ -32,19 +33,26 @@ from lp.models.vocabulary import embedded_tokens
 
 logger = logging.getLogger(__name__)
 WIDTHS = (8, 16, 24, 32, 40, 48, 56, 64, 96, 128, 192, 256)  # tokens
-REFERENCE = BLOCK  # that the others are compared with
+REFERENCE = BLOCK  # the width that the others are compared with
 VECTORS = 64  # numbers, of at least two bytes, that torch's element-wise code takes at once, at most
-PREFIX = 320  # cached tokens before them: attention has a tile and a tail
+PREFIX = 320  # cached tokens before them: enough for a full tile of attention's kernel and a part of one
 
 
 def equal_widths(runner: ModelRunner) -> tuple[int, ...]:
-    """The widths, ascending, at which logits and KV of a token have the same bits, and its experts' sums.
+    """Find the numbers of tokens (widths) that `exact="bitwise"` pads passes to: at each, a token gets the same bits.
 
-    One layer of each kind is asked, and the LM head; all layers, where the model's code does not run with a few. Ranks
-    that divide a model ask at the same time, and have the widths at which all of them agree.
+    Compared are a token's logits, its KV, and the sums over its experts. One layer of each kind and the LM head are
+    tried; all layers, where the model's code does not run with a few. Ranks that divide a model try at the same time,
+    and get the widths at which all of them agree.
+
+    Args:
+        runner: the model's runner, with `same_bits`.
+
+    Returns:
+        Numbers of tokens in a pass, ascending.
 
     Raises:
-        ValueError: not even passes of one width agree.
+        ValueError: passes differ even at the width that all others are compared with.
     """
     model = runner.original
     replica, every = replica_of(runner.model), range(len(decoder_layers(model)))

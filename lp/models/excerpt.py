@@ -1,12 +1,12 @@
-"""A small model made of a large one, for the probe: a few of its layers, in float32, run by the model's own code.
+"""A small float32 model made of a few layers of a large one, on which the probe tests that masks are honoured.
 
 A mask or a position is wrong in every layer of a kind or in none. So the excerpt has the first layer of each kind and
-the last one of all; the others hand on what they are given. Its output is what the LM head would be given. In float32
-rounding is a hundred thousand times smaller than what a node changes that is seen and must not be.
+the last layer of the model; the others hand on their input. Its output is the input of the LM head. In float32,
+rounding is a hundred thousand times smaller than the effect of one node that is wrongly seen.
 
-Only what those layers hold is copied, up to a limit: attention's weights first, since a mask acts there. Quantised
-weights whose class has `dequantize` are copied as the values that they stand for. Other quantised weights, embeddings
-and what is beyond the limit are shared with the model, and run in its dtype on inputs that are rounded to it.
+Only the weights of those layers are copied, up to a limit: attention's weights first, since a mask acts there.
+Quantised weights whose class has `dequantize` are copied as the values that they stand for. Other quantised weights,
+embeddings and what is beyond the limit are shared with the model, and run in its dtype on inputs rounded to it.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ PRECISE = (torch.float32, torch.float64)  # dtypes whose rounding hides nothing
 
 
 class Excerpt(FewLayers):
-    """A view of a model with few layers, in float32 where its weights can be copied.
+    """A view of a model with few layers, in float32 where its weights can be copied, for the probe's comparisons.
 
     Args:
         original: the model, which is left as it is.
-        in_float32: or in the model's own dtype, sharing its weights.
+        in_float32: whether to copy weights to float32; False: the excerpt shares the model's weights, in their dtype.
+        whole: whether it has all layers and the LM head, in the model's dtype: for a model whose code does not run with
+            a few layers.
         form: what layers return besides hidden states; None: the first pass finds it out.
-        whole: whether it has all layers and the LM head, in its own dtype: for a model whose code does not run
-            otherwise.
 
     Attributes:
-        model: the excerpt. Its sliding window is short, so that a few tokens cross it, and Mamba-2's time steps have no
-            limits, which hold for some tokens alone.
+        model: the excerpt. Its sliding window is shortened, so that a few tokens cross it, and time steps of Mamba-2
+            are not clamped, since transformers clamps those of some tokens only.
         whole: whether it has all layers, as given.
-        rounded: some of its weights stayed in the model's dtype.
-        noise: the embeddings of tokens are off by this much of their size: set it to learn what rounding does.
+        rounded: whether some of its weights stayed in the model's dtype.
+        noise: relative error added to each embedding; 0 outside `perturbed`.
     """
 
     def __init__(
@@ -78,7 +78,11 @@ class Excerpt(FewLayers):
 
     @contextlib.contextmanager
     def perturbed(self, noise: float) -> Iterator[None]:
-        """Move embeddings by this share of their size within the block, to learn what rounding does."""
+        """Within the block, embeddings are off by a small relative error, to see what rounding does to the output.
+
+        Args:
+            noise: the error as a share of each value, such as 4.8e-7; its sign is random.
+        """
         self.noise = noise
         try:
             yield
@@ -124,8 +128,10 @@ class Excerpt(FewLayers):
 
     @cached_property
     def _kept(self) -> set[int]:
-        """Modules that are not cast: embeddings, of which a text reads a few rows; weights that cannot be; and, where
-        room is short, the largest others first and attention last.
+        """Ids of the modules that keep the model's dtype.
+
+        Embeddings, of which a text reads a few rows; weights that cannot be cast; and, where room is short, the largest
+        others first and attention last.
         """
         kept: set[int] = set()
         if not self._casts:

@@ -1,11 +1,11 @@
-"""Mixtures of experts whose rows depend on themselves alone: what transformers calls as experts in `exact=bitwise`.
+"""Mixtures of experts in `exact=bitwise`: a token's result has the same bits whichever other tokens share its pass.
 
 An expert computes as many rows as tokens come to it, and libraries add up a product of few rows otherwise than one of
-many. Here its rows are padded to a width that the model was asked about (`lp.models.equal_widths`), and a token's sum
-over its experts goes by their indices, in float32 or wider.
+many. Here its rows are padded to a width at which the model was found to give the same bits
+(`lp.models.equal_widths`), and a token's experts are summed in the order of their indices, in float32 or wider.
 
-It is registered with transformers, which looks up the name in the config of each runner's own view of a model, as it
-does for attention. T: tokens, K: experts of a token, E: hidden size.
+The function is registered with transformers, which looks up its name in the config of each runner's own view of a
+model, as it does for attention. T: tokens, K: experts of a token, E: hidden size.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _WIDTHS = "_lp_expert_widths"  # attribute of a view's config: how many rows an 
 
 
 def pad_experts(model: nn.Module, widths: Sequence[int]) -> None:
-    """Let the experts of a model compute by row from now on.
+    """Let the experts of a model compute padded rows from now on, for the same bits of a token in every pass.
 
     Args:
-        model: a view; its config is written to.
-        widths: how many rows an expert may compute, ascending; none: as many as the pass has tokens.
+        model: a view of the model (`lp.models.view`), whose own config is written to.
+        widths: numbers of rows that an expert may compute, ascending; empty: as many as the pass has tokens.
     """
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_by_row)
     for experts in experts_of(model):
@@ -40,12 +40,15 @@ def pad_experts(model: nn.Module, widths: Sequence[int]) -> None:
 
 
 def experts_of(model: nn.Module) -> list[nn.Module]:
-    """The modules whose experts are computed by what transformers' registry names."""
+    """The expert modules of a model whose computation can be replaced, since transformers looks it up in a registry."""
     return [module for module in model.modules() if _is_dispatched(module)]
 
 
 def experts_obstacle(model: nn.Module) -> str | None:
-    """Names experts that are computed by code of their own, whose rows nobody pads; None: there are none."""
+    """Why a model's experts cannot be padded, as a clause that names the module; None: they can, or there are none.
+
+    Experts that are computed by a module's own code, and not by a function of transformers' registry, are in the way.
+    """
     for name, module in model.named_modules():
         kind = type(module).__name__.lower()
         is_experts = name.rpartition(".")[2] == "experts" or ("experts" in kind and "shared" not in kind)
@@ -58,13 +61,13 @@ def experts_obstacle(model: nn.Module) -> str | None:
 def experts_by_row(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """The sum of each token's experts, by their weights; to rounding what transformers' own functions give.
+    """Compute each token's experts and sum them by weight; equal to transformers' own functions but for rounding.
 
     Args:
-        self: transformers' module, with the weights of all experts.
+        self: transformers' module with the weights of all experts: the function is called as its method.
         hidden_states: (T, E).
-        top_k_index: int64 (T, K), which experts.
-        top_k_weights: (T, K).
+        top_k_index: int64 (T, K), the numbers of each token's experts.
+        top_k_weights: (T, K), the weights of these experts.
 
     Returns:
         (T, E).

@@ -1,4 +1,4 @@
-"""A view of a model with a few of its layers, over the same weights: the others hand on what they are given."""
+"""A view of a model that runs only a few of its layers, over the same weights; the other layers hand on their input."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from lp.models.view import ModelView
 
 
 class FewLayers(ModelView):
-    """A view of a model with a few of its layers.
+    """A view of a model that runs only a few of its layers: a quick stand-in to test or time the model with.
 
     Args:
-        original: left as it is.
-        kept: indices of the layers, the first one among them.
-        replaced: gives the function that stands in for a module's `forward` in the view; None: it keeps its own.
+        original: the model, which is left as it is.
+        kept: indices of the layers that run, 0 among them.
+        replaced: given a module, returns the function that runs instead of its `forward` in the view; None: none does.
         form: what layers return besides hidden states; None: the first pass finds it out, then call `settle`.
-        instead: modules that stand in the view for others than layers, by the id of the original's.
+        instead: further modules that are replaced in the view: by the `id` of the original's module, its stand-in.
 
     Attributes:
-        form: what layers return besides hidden states, for skipped ones to return as much.
+        form: what layers return besides hidden states; skipped layers return as much.
     """
 
     def __init__(
@@ -57,20 +57,25 @@ class FewLayers(ModelView):
         self._hooks.append(layer.register_forward_hook(self.form.note))
 
     def settle(self) -> None:
-        """After a pass: skipped layers know what they return, and no hook of the view's own is left."""
+        """Remove the view's hooks, once its first pass has shown what layers return besides hidden states."""
         while self._hooks:
             self._hooks.pop().remove()
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The decoder layers, where it is plain which they are; else none."""
+    """The decoder layers of a model in their order; empty where it has no single list of as many modules as layers."""
     count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     lists = [each for each in model.get_decoder().modules() if isinstance(each, nn.ModuleList) and len(each) == count]
     return [*lists[0]] if len(lists) == 1 else []
 
 
 def first_of_each(model: PreTrainedModel, kind_of: Callable[[nn.Module], Hashable]) -> set[int]:
-    """The index of the first layer of each kind, by its attention and by what `kind_of` gives."""
+    """The index of the first layer of each kind, so that one layer is tried for all that compute alike.
+
+    Args:
+        model: the model.
+        kind_of: given a layer, returns what it is told apart by, besides the kind of attention that the config names.
+    """
     named = named_kinds(model.config.get_text_config())
     first: dict[Any, int] = {}
     for i, layer in enumerate(decoder_layers(model)):
@@ -79,7 +84,10 @@ def first_of_each(model: PreTrainedModel, kind_of: Callable[[nn.Module], Hashabl
 
 
 def kind_of_layer(layer: nn.Module) -> tuple[Any, ...]:
-    """What makes a layer another kind: its modules, switches (some are 0 or 1), and the sliding window."""
+    """What tells a layer from others that compute differently: its modules, settings that are switches, and its window.
+
+    Settings are switches if they are a bool, a string, None, 0 or 1; other values count by their type alone.
+    """
     return tuple(
         (name, type(module), *[_setting(key, value) for key, value in sorted(vars(module).items())])
         for name, module in layer.named_modules()

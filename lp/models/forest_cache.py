@@ -1,6 +1,6 @@
-"""The cache of a forward pass over the tokens of several sequences: each one's own.
+"""The cache of a forward pass over several sequences: it reads and writes the cache of each one.
 
-T: tokens of the pass, t: those of one sequence, G: KV heads, D: head dimension, N: keys of all sequences.
+T: tokens of the pass, t: tokens of one sequence in it, G: KV heads, D: head dimension, N: keys of all sequences.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from lp.to_device import to_device
 
 
 class Stretch(NamedTuple):
-    """The tokens of one sequence, side by side in the pass.
+    """The tokens of one sequence in a forward pass over several, which lie side by side.
 
     Attributes:
-        start, end: its first token among those of the pass, and the one behind its last.
-        cache: the sequence's cache.
+        start, end: index of its first token in the pass, and the index behind its last one.
+        cache: the sequence's KV cache.
     """
 
     start: int
@@ -31,7 +31,15 @@ class Stretch(NamedTuple):
 
 
 def pool_slots(stretches: Sequence[Stretch], device: torch.device) -> torch.Tensor | None:
-    """Slots of the pool that the tokens of the pass are written to, int64 (T,); None where caches share no pool."""
+    """Slots of the pool that the tokens of a pass are written to, int64 (T,), so that one write serves all sequences.
+
+    Args:
+        stretches: the tokens of each sequence, in the order of the pass.
+        device: the model's device.
+
+    Returns:
+        The slots; None where the sequences' caches do not lie in one pool.
+    """
     first, *others = (cache for _, _, cache in stretches)
     if not first.pool or any(cache.pool is not first.pool for cache in others):
         return None
@@ -40,7 +48,7 @@ def pool_slots(stretches: Sequence[Stretch], device: torch.device) -> torch.Tens
 
 
 class ForestLayer(CacheLayerMixin):
-    """One layer: hands out the keys and values of all sequences.
+    """One layer of `ForestCache`: takes the new keys and values of all sequences, and gives attention all it reads.
 
     Args:
         stretches, in_parts: see `ForestCache`.
@@ -58,14 +66,19 @@ class ForestLayer(CacheLayerMixin):
         self.in_parts = in_parts
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Do nothing: the layers of the sequences' own caches allocate."""
+        """Do nothing: the layers of the sequences' own caches allocate their buffers."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write (1, G, T, D); returns (1, G, N, D): of each sequence what is cached, then what is new.
+        """Write the keys and values of a pass's tokens to the sequences' caches, and return all that attention reads.
 
-        In parts, the tensors are those given, and each part has the keys or values of its sequence.
+        Args:
+            key_states, value_states: (1, G, T, D).
+
+        Returns:
+            Keys and values (1, G, N, D): for each sequence its cached ones, then its new ones. With `in_parts` the
+            given tensors, as `InParts` whose parts are the keys or values of each sequence.
         """
         keys, values = zip(*self._updated(key_states, value_states), strict=True)
         if self.in_parts:
@@ -107,12 +120,12 @@ class ForestLayer(CacheLayerMixin):
 
 
 class ForestCache(Cache):
-    """What a pass over several sequences takes for its cache.
+    """The cache that the model's forward is given in a pass over several sequences.
 
     Args:
-        stretches: the sequences' stretches, in the order of their tokens.
-        num_layers: how many layers the model has.
-        in_parts: the attention function takes `InParts`.
+        stretches: the tokens of each sequence, in the order of the pass.
+        num_layers: number of the model's layers.
+        in_parts: whether the attention function takes each sequence's keys and values apart (`InParts`).
         device: the model's device.
     """
 

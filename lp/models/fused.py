@@ -1,10 +1,12 @@
-"""Fused layers: the decoder of a causal LM in few operations, exact to rounding.
+"""Fused layers: the decoder of a causal LM in few operations, equal but for rounding.
 
-T: step tokens, E: hidden size, H: query heads, G: KV heads, D: head dimension, V: vocabulary size.
+T: step tokens, E: hidden size, H: query heads, G: KV heads, D: head dimension, V: vocabulary size, F: inner size of an
+MLP.
 
 One product computes queries, keys and values, and another gate and up projection; queries and keys are rotated
-together; the residual is added by the product that it is added to. Embedding, rotary frequencies, LM head, attention
-function and KV cache are the model's own, and so is all that is not known exactly: see `lp.models.architectures`.
+together; a projection adds its result to the residual itself. Embedding, rotary frequencies, LM head, attention
+function and KV cache are the model's own, and so are all parts that are not known exactly: see
+`lp.models.architectures`.
 """
 
 from __future__ import annotations
@@ -52,13 +54,13 @@ PLAIN = (bool, int, float, str, list, set, tuple, dict, type(None))
 
 
 class Output(NamedTuple):
-    """What a step reads of transformers' output."""
+    """The result of a pass over fused layers, with the field of transformers' output that steps read."""
 
     logits: torch.Tensor
 
 
 def fuse(model: PreTrainedModel) -> FusedModel | None:
-    """A model with fused layers over the same weights, or None if something about it is not known exactly."""
+    """Fuse the layers of a model, over the same weights; None: some part of it is not known exactly."""
     try:
         return FusedModel(model)
     except Unknown as reason:
@@ -67,9 +69,10 @@ def fuse(model: PreTrainedModel) -> FusedModel | None:
 
 
 def model_state(model: nn.Module) -> list[tuple[Any, ...]]:
-    """What `fuse` goes by: modules, hooks, modes, and where the weights lie; the same list while nothing has changed.
+    """A record of all that fusing a model depends on: if it differs later, the model must be fused again.
 
-    Weights that are changed in place are no change: fused layers see them.
+    It has the modules, their hooks and modes, and where the weights lie. Weights that are changed in place make no
+    difference: fused layers see them.
     """
     state = []
     unseen = [model]
@@ -91,13 +94,13 @@ def model_state(model: nn.Module) -> list[tuple[Any, ...]]:
 
 
 class FusedModel:
-    """A causal LM that is called as transformers' own, with the keywords that a step uses, batch 1.
+    """A causal LM with fused layers, called like transformers' own, with the arguments that a step uses, batch size 1.
 
     Args:
-        model: the model, in eval mode; what is called is its own modules and weights, as they are at the call.
+        model: the model, in eval mode; its own modules and weights are used as they are at each call.
 
     Raises:
-        Unknown: it has something whose effect is not known; names it.
+        Unknown: it has a part whose effect is not known; names it.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -128,13 +131,14 @@ class FusedModel:
         logits_to_keep: int | torch.Tensor = 0,
         **keywords: Any,
     ) -> Any:
-        """Run a pass; called as transformers' models are.
+        """Run a forward pass of the fused layers; where these do not apply, as under autocast, of the model itself.
 
         Args:
             input_ids, position_ids: (1, T) int64.
-            attention_mask: mask of a step, one for all layers or by kind of layer; None: one token that sees
-                everything.
-            logits_to_keep: the last so many tokens, 0 for all; or the indices of tokens.
+            attention_mask: mask of a step for all layers, or a dict of masks by kind of layer; None: one token that
+                sees everything.
+            use_cache: True, as transformers' models take it.
+            logits_to_keep: number of last tokens whose logits are computed, 0 for all; or a tensor of indices.
             keywords: the cache, which the KV is written to, under the model's own name for it; others are for the
                 attention function.
 
@@ -169,11 +173,15 @@ class FusedModel:
         return Output(self._scaled(self._lm_head(_normed(self._norm, x_TE[kept], attend.kernels))[None]))
 
     def choose_kernels(self, replica: Replica, may_round: bool = True) -> LayerKernels:
-        """Take the kernels for captured steps that are right and fast on the model's device; they are returned, too.
+        """Choose and use the Triton kernels that are right and fast on the model's device, for captured steps.
 
         Args:
             replica: the ranks that the model is divided among.
-            may_round: a kernel may round otherwise than torch's operations; False: those that do are not taken.
+            may_round: whether a kernel may round otherwise than torch's operations; False: only moves of cache slots
+                are left to a kernel.
+
+        Returns:
+            The kernels that are used.
         """
         layer = self._layers[0]
         mlp = layer.mlp
@@ -192,10 +200,10 @@ class FusedModel:
         return self.kernels
 
     def first_layer(self, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> FusedModel:
-        """A model of the first layer alone, over the same weights.
+        """A copy with the first layer alone, over the same weights, by which the time of the whole model is estimated.
 
         Args:
-            around: gives what is called in the layer's place.
+            around: given the layer, returns the function that is called in its place, such as one that times it.
         """
         shallow = copy(self)
         first = self._layers[0]
@@ -203,7 +211,7 @@ class FusedModel:
         return shallow
 
     def _rotation(self, x_TE: torch.Tensor, position_ids: torch.Tensor, kind: str | None) -> _Rotation:
-        """Cosines and signed sines of the model's own frequencies, (T, 1, D) each."""
+        """Cosines of the model's own rotary angles, and sines whose first half is negated, (T, 1, D) each."""
         given = () if kind is None else (kind,)
         cos_1TD, sin_1TD = self._decoder.rotary_emb(x_TE[None], position_ids, *given)
         wide = torch.promote_types(x_TE.dtype, cos_1TD.dtype)
@@ -217,20 +225,20 @@ class FusedModel:
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
-# Cosine, and sine with the sign of the half that it multiplies: (T, 1, D) each.
+# Cosines, and sines whose first half is negated: (T, 1, D) each.
 _Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class _Attend:
-    """What the layers of a step share.
+    """What the layers of one pass share.
 
     Attributes:
         function: computes attention.
         cache: takes keys and values.
-        keywords: arguments of the attention function, beside those of a layer.
-        slots_T: int64, where a captured step writes its KV; None: it is no such step.
-        kernels: kernels that take the place of torch's operations in this step.
+        keywords: arguments for the attention function, besides a layer's own.
+        slots_T: int64, the cache slots that a captured step writes its KV to; None: the pass is no captured step.
+        kernels: kernels that run instead of torch's operations in this pass.
     """
 
     function: Callable[..., Any]
@@ -242,11 +250,11 @@ class _Attend:
 
 @dataclass(frozen=True)
 class _Around:
-    """A layer within something else.
+    """Stands in for a layer, and runs it within another function.
 
     Attributes:
-        kind: the layer's.
-        call: the layer, and what is around it.
+        kind: kind of the layer, such as "sliding_attention".
+        call: the function around the layer.
     """
 
     kind: str | None
@@ -293,7 +301,7 @@ class _Layer:
         return x_TE.add_(h_TE if self.after_mlp is None else self.after_mlp(h_TE), alpha=self.multiplier)
 
     def _attention(self, h_TE: torch.Tensor, rotation: _Rotation, mask: Any, attend: _Attend) -> torch.Tensor:
-        """What the output projection is given: (T, H * D)."""
+        """Attention up to the input of the output projection: (T, H * D)."""
         attention = self.attention
         num_tokens = len(h_TE)
         states = self.qkv(h_TE).view(num_tokens, -1, attention.head_dim)  # (T, H + 2 G, D)
@@ -333,7 +341,7 @@ class _Layer:
 
 
 class _Mlp:
-    """A gated MLP, of which the caller adds the last product."""
+    """A gated MLP without its last product, `down`, which the caller adds to the residual."""
 
     def __init__(self, mlp: Any) -> None:
         names = ("gate_up_proj",) if hasattr(mlp, "gate_up_proj") else ("gate_proj", "up_proj")
@@ -352,7 +360,7 @@ class _Mlp:
 
 
 class _Projection:
-    """Linear layers of one input, (tokens, inputs), as one: (tokens, all their outputs), summed over ranks if need be.
+    """Linear layers with a common input (tokens, inputs) as one: (tokens, all outputs), summed over ranks if need be.
 
     Attributes:
         num_outputs: outputs of all these layers together.

@@ -1,4 +1,4 @@
-"""CUDA graphs: work on a GPU recorded once, and replayed by one launch."""
+"""CUDA graphs: work on a GPU is recorded once, then replayed by one launch."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ WARM_UPS = 2  # runs before a capture, in which libraries allocate their workspa
 
 
 class CaptureFailed(RuntimeError):
-    """The work can't be recorded."""
+    """The work can't be recorded as a CUDA graph; the message says why."""
 
 
 class GraphRecorder:
-    """Records work of one device, in one stream; its graphs share one memory pool, since they never run at once.
+    """Records work on one device as CUDA graphs, so that the host starts all its kernels by one launch.
 
-    What a graph returns is overwritten when it is replayed again, or when another graph of the recorder is.
+    All graphs of a recorder run in one stream and share one memory pool, since they never run at once: what a graph
+    returns is overwritten when that graph, or another one of the recorder, is replayed.
 
     Args:
         device: device that the work runs on.
-        recording: False: work runs as it is, as it must without a GPU.
-        replica: ranks that record the same work at the same time; None: this one alone.
-        compiled: torch.compile has refused work that waits for the device.
+        recording: whether to record; False: the work runs anew at each call, as it must without a GPU.
+        replica: ranks that record the same work at the same time; None: this rank alone.
+        compiled: whether torch.compile has compiled the work, and so refused operations that wait for the device.
     """
 
     def __init__(
@@ -46,15 +47,18 @@ class GraphRecorder:
         self._pool: Any = None
 
     def record(self, work: Callable[[], T]) -> Callable[[], T]:
-        """What runs the work, and returns what it returned, in the same memory each time.
+        """Record work as a CUDA graph, and return a function that replays it.
 
         Args:
-            work: reads what it needs from memory that stays where it is.
+            work: takes no arguments; reads its inputs from memory that stays where it is.
+
+        Returns:
+            Does the work again and returns its result, which lies in the same memory each time.
 
         Raises:
-            CaptureFailed: it waits for the device, or does something else that no graph takes; or it failed on another
-                rank of the replica, which the error names.
-            OutOfMemoryError: the device is full, of this rank or another one of the replica.
+            CaptureFailed: the work waits for the device, or does something else that no graph takes; or it failed on
+                another rank of the replica, which the error names.
+            OutOfMemoryError: the device of this rank, or of another rank of the replica, is full.
             RankFailed: a rank failed amid the collectives of the work; every rank has this error, with its cause.
         """
         if not self.recording:
@@ -63,14 +67,17 @@ class GraphRecorder:
         return self._on_all_ranks("capturing a step", partial(self._recorded, work), computes=False)
 
     def _on_all_ranks(self, call: str, work: Callable[[], T], computes: bool) -> T:
-        """Do what every rank of the replica does; it fails on all where it fails on one, by a word on the host.
+        """Do work that all ranks of the replica do at the same time; where it fails on one rank, it fails on all.
 
-        A step that one of them runs uncaptured is not padded, and sums other sizes. And a rank that fails amid sums
-        leaves the devices of the others waiting for it: its next sum, whatever it is of, would be taken for theirs.
+        The ranks tell each other on the host how it ended. Without that, a rank whose capture failed would run steps
+        that are not padded, and its sums would have other sizes than those of the other ranks. And a rank that fails
+        amid sums leaves the devices of the others waiting for it: they would take its next sum, whatever it is, for the
+        missing one.
 
         Args:
-            call: what it is for, the same on every rank.
-            computes: the ranks' devices compute together, and do not only record.
+            call: what is done, for messages, such as "capturing a step"; the same on every rank.
+            work: this rank's work.
+            computes: whether the ranks' devices compute together, and do not only record.
         """
         replica, error, result = self._replica, None, None
         before = replica.started
@@ -140,7 +147,7 @@ def _first_line(error: Exception) -> str:
 
 
 class _Repeated(Generic[T]):
-    """Work that is done again each time; a tensor that it returns lies in the memory of the first one, as a graph's."""
+    """Stands in for a graph and does the work anew at each call; a tensor it returns keeps its place in memory."""
 
     def __init__(self, work: Callable[[], T]) -> None:
         self._work = work

@@ -1,4 +1,4 @@
-"""One cache for models that mix attention and recurrent layers: the KV of `StaticKVCache`, and recurrent states."""
+"""The cache of models that have recurrent layers: keys and values as in `StaticKVCache`, and recurrent states."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class _HybridLayer(LinearAttentionLayer, PreallocatedLayer):
 
 
 class HybridCache(StaticKVCache):
-    """The KV and the recurrent states of one sequence.
+    """The keys and values of one sequence and its recurrent states, for models that have recurrent layers.
 
     Args:
-        shapes: what recurrent layers keep, by layer.
-        args: see `StaticKVCache`.
+        shapes: shape of the recurrent state, by index of the layer.
+        args: arguments of `StaticKVCache`.
 
     Raises:
         CacheTooLarge: the device has no room for the states.
@@ -75,7 +75,14 @@ class HybridCache(StaticKVCache):
         self.recurrent.commit(token_indices)
 
     def pack(self, token_indices: Sequence[int]) -> torch.Tensor:
-        """Pack keys and values of these tokens, then what the step stashed of them; in the widest dtype, so exactly."""
+        """Pack these tokens of the last step for other ranks: keys and values, then what recurrent layers stashed.
+
+        Args:
+            token_indices: indices into the step's tokens.
+
+        Returns:
+            One flat tensor, in the widest dtype of its parts, so that nothing is rounded.
+        """
         parts = self.recurrent.pack(token_indices)
         device = parts[0].device
         keys_and_values = [super().pack(token_indices).to(device)] if self.buffers else []

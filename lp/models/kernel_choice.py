@@ -1,5 +1,7 @@
-"""Which kernels take the place of torch's small operations in captured steps: those that on this device give the same
-numbers and are faster. Each is tried alone; how steps call them is tried by tests/gpu.
+"""Choose the Triton kernels that replace torch's small operations in captured steps, by a trial on this device.
+
+A kernel is chosen if it gives the same numbers and is faster. Each is tried alone; how steps call them is tried by
+tests/gpu.
 
 T: step tokens, E: hidden size, H: query heads, G: KV heads, D: head dimension, F: intermediate size.
 """
@@ -39,12 +41,12 @@ TOLERANCE = {torch.bfloat16: 8.0, torch.float16: 8.0, torch.float32: 64.0}
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What the layers of a model have in common.
+    """Sizes, dtype and device of a model's layers, by which kernels are tried; equal models share one trial.
 
     Attributes:
         hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size: E, H, G, D, F.
         norm: where norms round.
-        dtype, device: the weights' dtype, and where they lie.
+        dtype, device: dtype of the weights, and the device that they lie on.
     """
 
     hidden_size: int
@@ -59,7 +61,10 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class LayerKernels:
-    """The functions of these names in `lp.models.layer_kernels`; None: torch's operations."""
+    """The kernels that a model's captured steps run instead of torch's operations.
+
+    Each field is the function of that name in `lp.models.layer_kernels`; None: steps run torch's operation.
+    """
 
     normalize: Callable[..., torch.Tensor] | None = None
     rotate_and_store: Callable[..., torch.Tensor] | None = None
@@ -75,10 +80,12 @@ Operation = Callable[[], list[torch.Tensor]]  # returns what it computes, and wh
 
 
 def choose_kernels(shape: LayerShape, replica: Replica) -> LayerKernels:
-    """The kernels that pass their trial; the ranks that a model is divided among take the same ones.
+    """Choose the kernels that pass their trial on this device: right results, in less time than torch takes.
+
+    Ranks that a model is divided among choose the same ones. None is chosen where there is no GPU or no Triton.
 
     Args:
-        shape: what the model's layers have in common.
+        shape: sizes, dtype and device of the model's layers.
         replica: the ranks that the model is divided among.
     """
     if shape.device.type != "cuda" or shape.dtype not in TOLERANCE or not is_installed("triton"):
@@ -97,9 +104,9 @@ def choose_kernels(shape: LayerShape, replica: Replica) -> LayerKernels:
 
 
 def _passing(shape: LayerShape) -> frozenset[str]:
-    """The names of the kernels that agree with torch, and take less time for all sizes together.
+    """Names of the kernels that agree with torch and take less time, summed over the numbers of tokens that are tried.
 
-    A trial that fails is made again by the next model: memory may have lacked, or another thread been capturing.
+    A trial that raises an error is repeated by the next model: memory may have been short, or another thread capturing.
     """
     with _LOCK:
         if shape in _passed:
@@ -127,7 +134,7 @@ def _passing(shape: LayerShape) -> frozenset[str]:
 
 
 def _trial(name: str, shape: LayerShape) -> tuple[float, float, float]:
-    """The largest difference of a kernel from torch in eps, and the seconds of torch and of the kernel."""
+    """Compare a kernel with torch: largest difference in eps of the dtype, seconds of torch, seconds of the kernel."""
     error = torch_s = kernel_s = 0.0
     for num_tokens in TRIAL_TOKENS:
         by_torch, by_kernel = _TRIALS[name](shape, num_tokens)
@@ -139,7 +146,7 @@ def _trial(name: str, shape: LayerShape) -> tuple[float, float, float]:
 
 
 def _difference(out: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest, in eps of the dtype over the root mean square of the row; a NaN is infinitely far off."""
+    """The largest difference in eps of the dtype, relative to the root mean square of its row; infinite for a NaN."""
     size = expected.double().square().mean(-1, keepdim=True).sqrt().clamp(min=1e-30)
     difference = ((out.double() - expected.double()).abs() / size).nan_to_num(nan=math.inf)
     return float(difference.max()) / torch.finfo(out.dtype).eps

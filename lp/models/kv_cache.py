@@ -1,7 +1,8 @@
 """A KV cache that is allocated once: a step writes its KV behind the prefix, accepted tokens are committed in place.
 
-L: cached tokens, T: step tokens, C: capacity in cache slots, G: KV heads, D: head dimension. Slot i of the prefix holds
-the KV of position i; token i of a step is written to slot L + i, or to the slot that a slot mapping names.
+L: cached tokens (the prefix), T: step tokens, C: capacity in cache slots, G: KV heads, D: head dimension, n: keys and
+values of one kind (`StatesKind`) in all layers. Slot i of the prefix holds the KV of position i; token i of a step is
+written to slot L + i, or to the slot that a slot mapping names.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from lp.to_device import to_device
 
 
 class CacheTooLarge(RuntimeError):
-    """The device has no room for a cache.
+    """The device has no room for a KV cache.
 
     Args:
-        slot_bytes: bytes of one slot in all layers.
-        capacity: how many slots were asked for.
+        slot_bytes: bytes of one slot, in all layers together.
+        capacity: number of slots that were asked for.
 
     Attributes:
-        slot_bytes: bytes of one slot in all layers.
-        nbytes: bytes of all slots.
+        slot_bytes: bytes of one slot, in all layers together.
+        nbytes: bytes of all slots that were asked for.
     """
 
     def __init__(self, slot_bytes: int, capacity: int) -> None:
@@ -40,13 +41,13 @@ class CacheTooLarge(RuntimeError):
 
 @dataclass(frozen=True)
 class StatesKind:
-    """What the keys, or the values, of a layer are like: those of one kind lie in one tensor.
+    """Size, dtype and device of a layer's keys, or of its values; a cache keeps all of one kind in one tensor.
 
     Attributes:
-        heads: G.
-        dim: D.
-        dtype, device: dtype and device of the states.
-        kv_dtype: what slots hold them as.
+        heads: G, KV heads.
+        dim: D, head dimension.
+        dtype, device: dtype and device of keys and values as the model computes them.
+        kv_dtype: how slots store them.
     """
 
     heads: int
@@ -57,53 +58,66 @@ class StatesKind:
 
     @classmethod
     def of(cls, states_1GTD: torch.Tensor, kv_dtype: KVDtype = KVDtype.AUTO) -> StatesKind:
-        """The kind of these states."""
+        """The kind (size, dtype, device) of these keys or values, by which they are stored.
+
+        Args:
+            states_1GTD: keys or values as the model computes them.
+            kv_dtype: how slots are to store them.
+        """
         return cls(states_1GTD.shape[1], states_1GTD.shape[3], states_1GTD.dtype, states_1GTD.device, kv_dtype)
 
     @property
     def as_given(self) -> bool:
-        """Whether slots hold the states as they are, and not quantised."""
+        """Whether slots store keys and values as the model computes them, not quantised."""
         return self.kv_dtype is KVDtype.AUTO
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a slot in one layer."""
+        """Bytes of the keys, or the values, of one slot in one layer."""
         return self.heads * (self.dim * self.dtype.itemsize if self.as_given else self.dim + SCALE_BYTES)
 
     def allocated(self, count: int, slots: int, zeroed: bool) -> torch.Tensor:
-        """Room for so many keys or values: (count, G, slots, D), or the rows of `lp.models.quantised_kv`.
+        """Allocate slots for keys or values of this kind.
+
+        Args:
+            count: how many keys and values; each layer has one of both.
+            slots: number of slots.
+            zeroed: whether the slots must hold zeros; False: they hold anything.
+
+        Returns:
+            (count, G, slots, D) in the model's dtype; for quantised ones int8 rows as in `lp.models.quantised_kv`.
 
         Raises:
-            RuntimeError: the device has none.
+            RuntimeError: the device has no room for them.
         """
         size, dtype = (self.dim, self.dtype) if self.as_given else (self.dim + SCALE_BYTES, torch.int8)
         allocate = torch.zeros if zeroed else torch.empty
         return allocate((count, self.heads, slots, size), dtype=dtype, device=self.device)
 
     def stored(self, states_1GTD: torch.Tensor) -> torch.Tensor:
-        """What slots hold of these states."""
+        """What slots store for these keys or values, (1, G, T, D): the tensor itself, or its quantised rows."""
         return states_1GTD if self.as_given else quantised(states_1GTD, self.kv_dtype)
 
     def read(self, slots: torch.Tensor) -> torch.Tensor:
-        """The states that slots hold: themselves, or else a tensor that nobody keeps."""
+        """The keys or values that slots hold, for attention: the slots themselves, or a dequantised copy of them."""
         return slots if self.as_given else dequantised(slots, self.kv_dtype, self.dtype)
 
 
 @dataclass(slots=True)
 class _Extent:
-    """What a cache and its layers share. Layers that referred to the cache would outlive it until Python looks for
-    cycles.
+    """What a cache shares with its layers: if they referred to the cache, both would wait for Python's cycle collector.
 
     Attributes:
         layers: how many layers the model has.
         capacity: C.
         zeroed: slots hold zeros until something is written.
         known: how many keys and values of each kind the model has; the first cache of a model finds out.
-        kv_dtype: what slots hold keys and values as.
+        kv_dtype: how slots store keys and values.
         length: L.
-        slot_mapping_T: where the KV of a captured step is written.
+        slot_mapping_T: the slots that a captured step writes its KV to.
         buffers: by kind, (n, G, C, D) each.
-        pool: by kind, what the buffers are a part of, from slot `first_slot` on; empty where they are their own.
+        pool: by kind, the pool's tensor, of which the buffers are the slots from `first_slot` on; empty without a pool.
+        first_slot: number of the pool's slot where the buffers begin.
         claimed: by kind, how many keys and values layers have taken.
     """
 
@@ -120,7 +134,7 @@ class _Extent:
     claimed: dict[StatesKind, int] = field(default_factory=dict)
 
     def claim(self, kind: StatesKind) -> int:
-        """The keys, or the values, of one more layer: their index among all of the kind."""
+        """Give one more layer its keys, or its values; returns their index among all of the kind."""
         buffers = self.buffers.setdefault(kind, [])
         index = self.claimed.get(kind, 0)
         before = sum(map(len, buffers[:-1]))
@@ -134,7 +148,7 @@ class _Extent:
         return index
 
     def states(self, kind: StatesKind, index: int) -> torch.Tensor:
-        """The buffer of claimed keys or values, (1, G, C, D): a part of the tensor that all of the kind lie in."""
+        """The buffer of the keys or values with this index among all of the kind, (1, G, C, D): a view."""
         for buffer in self.buffers[kind]:
             if index < len(buffer):
                 return buffer[index : index + 1]
@@ -143,7 +157,7 @@ class _Extent:
 
 
 class PreallocatedLayer(CacheLayerMixin):
-    """The KV of one layer; hands out views of its first L + T slots."""
+    """Keys and values of one layer in a cache of fixed size; attention gets views of its first L + T slots."""
 
     is_sliding = False
 
@@ -164,7 +178,7 @@ class PreallocatedLayer(CacheLayerMixin):
         self.rebind()
 
     def rebind(self) -> None:
-        """Take up buffers that lie elsewhere."""
+        """Look up the layer's buffers again, since those of the cache now lie elsewhere."""
         if self.is_initialized:
             self.keys, self.values = (self.extent.states(kind, index) for kind, index in self._claimed)
 
@@ -186,19 +200,24 @@ class PreallocatedLayer(CacheLayerMixin):
         return self.first(end)
 
     def write_to_pool(self, slots_T: torch.Tensor, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Write the KV of several caches' tokens, which lie in one pool with this one, to these slots of the pool."""
+        """Write the new keys and values of several sequences, whose caches lie in one pool, to their slots there.
+
+        Args:
+            slots_T: int64, the slot of the pool that each token is written to.
+            key_states, value_states: (1, G, T, D), of all sequences' tokens.
+        """
         stored = self._stored(key_states, value_states)
         for (kind, index), states in zip(self._claimed, stored, strict=True):
             self.extent.pool[kind][index].index_copy_(1, slots_T, states[0])
 
     def first(self, num_slots: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the first slots, as attention is to see them."""
+        """Keys and values of the first slots, (1, G, num_slots, D) each, for attention; dequantised if need be."""
         assert self.keys is not None and self.values is not None
         (of_keys, _), (of_values, _) = self._claimed
         return of_keys.read(self.keys[:, :, :num_slots]), of_values.read(self.values[:, :, :num_slots])
 
     def _stored(self, *keys_and_values: torch.Tensor) -> list[torch.Tensor]:
-        """What slots hold of these keys and values."""
+        """What slots store for these keys and values."""
         return [kind.stored(states) for (kind, _), states in zip(self._claimed, keys_and_values, strict=True)]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -214,20 +233,24 @@ class PreallocatedLayer(CacheLayerMixin):
         return self.extent.capacity
 
     def reset(self) -> None:
-        """The buffers stay; `StaticKVCache.clear` forgets what they hold."""
+        """Do nothing: the buffers stay, and `StaticKVCache.clear` forgets what they hold."""
 
 
 class StaticKVCache(Cache):
-    """The KV of one sequence, in buffers of fixed size.
+    """The KV cache of one sequence, in buffers of fixed size.
+
+    A forward pass writes the KV of its tokens behind the prefix; `commit` makes the accepted ones part of the prefix.
 
     Args:
         num_layers: decoder layers of the model.
-        capacity: C, cache slots; prefix and step together must fit.
-        zeroed: slots never written hold zeros, for readers of whole buffers: a mask does not hide a NaN.
-        deferred: what a commit moves is moved by the next captured step, which takes it with `take_moves`; `flush`
-            moves it at once, before anything else reads or writes the cache.
-        known: how many keys and values of each kind the model has, which its first cache finds out.
-        kv_dtype: what slots hold keys and values as.
+        capacity: C, cache slots; the prefix and the tokens of a step must fit together.
+        zeroed: whether slots that were never written hold zeros. Attention that reads whole buffers needs that, since a
+            mask does not hide a NaN.
+        deferred: whether slots that a commit has to move are left to the next captured step, which takes them with
+            `take_moves`. Before anything else reads or writes the cache, `flush` moves them.
+        known: how many keys and values of each kind the model has, by which buffers are allocated; the first cache of a
+            model fills it in.
+        kv_dtype: how slots store keys and values.
 
     Attributes:
         capacity: C.
@@ -251,7 +274,7 @@ class StaticKVCache(Cache):
 
     @property
     def length(self) -> int:
-        """L, how many tokens are committed."""
+        """Number of committed tokens, L."""
         return self._extent.length
 
     @length.setter
@@ -260,16 +283,16 @@ class StaticKVCache(Cache):
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        """Keys and values of all layers that have their own, since layers may share those of another: (n, G, C, D)."""
+        """The memory of all keys and values: (n, G, C, D) each; layers that share those of another layer have none."""
         return [buffer for buffers in self._extent.buffers.values() for buffer in buffers]
 
     @property
     def claimed(self) -> bool:
-        """Whether layers have taken their buffers, as they do in the first pass."""
+        """Whether the layers have taken their buffers, which they do in the cache's first forward pass."""
         return bool(self._extent.claimed)
 
     def allocate(self) -> None:
-        """The buffers of all layers whose kinds are known, before a step needs them.
+        """Allocate the buffers of all layers now, before a step needs them, by what is known of their keys and values.
 
         Raises:
             CacheTooLarge: the device has no room for them.
@@ -282,11 +305,14 @@ class StaticKVCache(Cache):
                 raise CacheTooLarge(slot_bytes(extent.known), extent.capacity) from error
 
     def lie_in(self, pool: Mapping[StatesKind, torch.Tensor], first_slot: int, num_slots: int) -> None:
-        """Take some slots of a pool as the buffers.
+        """Use some slots of a pool as this cache's buffers, from now on.
+
+        Nothing is copied: the pool calls this for a new cache, and once it has moved or freed some of a cache's slots.
 
         Args:
-            pool: one tensor of each known kind, (n, G, slots, D).
-            first_slot, num_slots: slots of the pool that this cache takes; what is cached lies there already.
+            pool: the pool's tensor for each known kind, (n, G, slots of the pool, D).
+            first_slot: first slot of the pool that this cache uses.
+            num_slots: number of slots that it uses, one behind the other.
         """
         extent = self._extent
         extent.buffers = {kind: [buffer[:, :, first_slot : first_slot + num_slots]] for kind, buffer in pool.items()}
@@ -296,28 +322,40 @@ class StaticKVCache(Cache):
 
     @property
     def pool(self) -> Mapping[StatesKind, torch.Tensor]:
-        """What it lies in, as `lie_in` was given it; empty where the buffers are its own."""
+        """The tensors of the pool that this cache lies in, by kind (see `lie_in`); empty: its buffers are its own."""
         return self._extent.pool
 
     @property
     def first_slot(self) -> int:
-        """Number of the slot of the pool where the cache begins."""
+        """Number of the pool's slot where this cache begins; 0 where its buffers are its own."""
         return self._extent.first_slot
 
     def first(self, num_tokens: int) -> list[torch.Tensor]:
-        """What the slots of the first tokens hold, by buffer: (n, G, num_tokens, D), or rows of quantised states."""
+        """What the slots of the first tokens hold, for another cache that begins with the same tokens (`begin_with`).
+
+        Returns:
+            A view of each buffer: (n, G, num_tokens, D), or rows of quantised keys and values.
+        """
         self.flush()
         return [buffer[:, :, :num_tokens] for buffer in self.buffers]
 
     def begin_with(self, states: Sequence[torch.Tensor], num_tokens: int) -> None:
-        """Begin with the first tokens of another cache of this model, as its `first` gives them; this one is empty."""
+        """Copy the first tokens of another cache of this model into this one, which is empty, to reuse a prefix.
+
+        Args:
+            states: what the other cache's slots hold, from its `first`.
+            num_tokens: number of these tokens.
+        """
         assert not self.length
         for own, theirs in zip(self.buffers, states, strict=True):
             own[:, :, :num_tokens] = theirs
         self.length = num_tokens
 
     def clear(self) -> None:
-        """Forget all tokens; where whole buffers are read, a NaN that an earlier text left must not stay."""
+        """Forget all tokens, for the next sequence.
+
+        With `zeroed` the buffers are filled with zeros, so that no NaN of the last sequence stays in them.
+        """
         self.length = 0
         self._moves = ([], [])
         if self._extent.zeroed:
@@ -325,22 +363,29 @@ class StaticKVCache(Cache):
                 buffer.zero_()
 
     def begin(self, visible_TT: torch.Tensor | np.ndarray | None) -> None:
-        """Before a pass: which tokens each of its tokens sees; None where it is a chain that is committed whole.
+        """Tell the cache which tokens of the next forward pass see which: recurrent states need that, keys do not.
 
-        Attention is told by its mask. A cache that also holds recurrent states needs to know.
+        Args:
+            visible_TT: bool; [i, j]: token i of the pass sees token j. None: the tokens are a chain and all are
+                committed.
         """
 
     def begin_replay(self, num_tokens: int) -> None:
-        """Before a captured step of so many tokens, padding included: `begin` was called when it was captured."""
+        """Tell the cache that a captured step runs next, for which `begin` was called only when it was captured.
+
+        Args:
+            num_tokens: tokens of the step, padding included.
+        """
 
     @property
     def slot_mapping(self) -> torch.Tensor | None:
-        """Within `writing_to`, the slots that it was given."""
+        """Slots that a captured step's KV is written to, int64 (T,), within `writing_to`; None outside of it."""
         return self._extent.slot_mapping_T
 
     def whole(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Keys and values of all slots in a layer, (1, G, C, D) each, to be written to; None as long as it has no
-        buffers, or where they hold something else.
+        """Keys and values of all slots in a layer, (1, G, C, D) each, for a kernel that writes to them itself.
+
+        None as long as the layer has no buffers, and where slots store quantised ones.
         """
         states: PreallocatedLayer = self.layers[layer]
         as_given = self._extent.kv_dtype is KVDtype.AUTO
@@ -348,7 +393,11 @@ class StaticKVCache(Cache):
 
     @contextmanager
     def writing_to(self, slot_mapping_T: torch.Tensor) -> Iterator[None]:
-        """Write a captured step's KV to these cache slots, int64, and hand out the whole buffers."""
+        """Within the block, layers write KV to these cache slots and hand attention whole buffers, for a captured step.
+
+        Args:
+            slot_mapping_T: int64, the slot of each token.
+        """
         self._extent.slot_mapping_T = slot_mapping_T
         try:
             yield
@@ -356,10 +405,10 @@ class StaticKVCache(Cache):
             self._extent.slot_mapping_T = None
 
     def commit(self, token_indices: Sequence[int]) -> None:
-        """Make these tokens of the last step part of the prefix, in this order, and forget the others.
+        """Make these tokens of the last step part of the prefix, in this order, and forget the step's other tokens.
 
         Args:
-            token_indices: into the step's tokens.
+            token_indices: indices into the step's tokens, such as [0, 2, 5].
         """
         start = self.length
         unmoved = 0  # the first tokens lie in their slots already
@@ -375,17 +424,21 @@ class StaticKVCache(Cache):
 
     @property
     def num_moves(self) -> int:
-        """Slots that the last commit has left to the next step."""
+        """How many slots the last commit has left for the next step to move."""
         return len(self._moves[0])
 
     def take_moves(self) -> tuple[list[int], list[int]]:
-        """Slots that the last commit moves from and to, for a step that does it itself."""
+        """Hand over the slots that the last commit has left to move, to a captured step that moves them itself.
+
+        Returns:
+            Slots to move from, and the slots that each is moved to.
+        """
         moves = self._moves
         self._moves = ([], [])
         return moves
 
     def flush(self) -> None:
-        """Move what the last commit left to the next step."""
+        """Move now what the last commit has left for the next step to move."""
         sources, targets = self.take_moves()
         if sources:
             for buffer, slots in self._slots(sources):
@@ -394,11 +447,12 @@ class StaticKVCache(Cache):
     def move(
         self, source_M: torch.Tensor, target_M: torch.Tensor, by_kernel: Callable[..., None] | None = None
     ) -> None:
-        """Move slots in a captured step, which reads from memory which ones: int64.
+        """Move KV between slots within a captured step, which reads the slot numbers anew each time it is replayed.
 
         Args:
-            source_M, target_M: ascending within a text, no slot before its target; what moves nowhere comes last.
-            by_kernel: `lp.models.layer_kernels.move_slots`; None: by torch.
+            source_M, target_M: int64, slots to move from and to. Within one sequence they ascend, and no target is
+                behind its source; padding comes last and moves a slot to itself.
+            by_kernel: `lp.models.layer_kernels.move_slots`; None: torch's operations move them.
         """
         for buffer in self.buffers:
             if by_kernel is None:
@@ -407,13 +461,22 @@ class StaticKVCache(Cache):
                 by_kernel(buffer, source_M, target_M)
 
     def pack(self, token_indices: Sequence[int]) -> torch.Tensor:
-        """Keys and values of these tokens of the last step in one flat tensor, to send to other ranks."""
+        """Keys and values of these tokens of the last step in one flat tensor, to send to other ranks (`append`).
+
+        Args:
+            token_indices: indices into the step's tokens.
+        """
         device = self.buffers[0].device
         slots_of = self._slots([self.length + index for index in token_indices])
         return torch.cat([buffer[:, :, slots].flatten().to(device) for buffer, slots in slots_of])
 
     def append(self, packed: torch.Tensor, num_tokens: int) -> None:
-        """Write the KV of tokens that another rank packed behind the prefix and commit them."""
+        """Add tokens that another rank computed: write their keys and values behind the prefix, and commit them.
+
+        Args:
+            packed: the other rank's `pack`.
+            num_tokens: number of tokens in it.
+        """
         self.flush()
         offset = 0
         for buffer in self.buffers:
@@ -423,15 +486,19 @@ class StaticKVCache(Cache):
         self.length += num_tokens
 
     def nbytes(self) -> int:
-        """Bytes of the buffers."""
+        """Bytes of memory that the cache takes."""
         return sum(buffer.nbytes for buffer in self.buffers)
 
     def _slots(self, slots: Sequence[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Every buffer with these slots as a tensor on its device."""
+        """Each buffer, with these slot numbers as a tensor on its device."""
         for buffer in self.buffers:
             yield buffer, to_device(slots, buffer.device)
 
 
 def slot_bytes(kinds: Mapping[StatesKind, int]) -> int:
-    """Bytes of one slot, in all layers."""
+    """Bytes of one cache slot in all layers together.
+
+    Args:
+        kinds: how many keys and values of each kind the model has.
+    """
     return sum(count * kind.slot_bytes for kind, count in kinds.items())

@@ -1,10 +1,10 @@
-"""Cache slots that several sequences share: each has a run of them, one slot behind the other.
+"""Cache slots that several sequences share: each sequence has a run of them, one slot behind the other.
 
 All keys and values of one kind lie in one tensor, (n, G, C, D) as in `lp.models.kv_cache`, and the cache of a sequence
-is a view of its run. Attention reads a view as it reads a cache of its own, whatever the backend; blocks of slots
-anywhere, with a table, would have to be gathered in each layer wherever the kernel knows no tables. What blocks are
-for is had otherwise: a sequence is admitted with all the slots that it may need, and where no run is large enough
-though enough slots are free, the sequences are moved together, which costs about as much as one step reads.
+is a view of its run. Attention reads a view as it reads a cache of its own, whatever the backend; scattered blocks of
+slots with a block table would have to be gathered in each layer wherever the kernel knows no tables. The benefit of
+blocks is had otherwise: a sequence is admitted with all the slots that it may need, and where enough slots are free
+but no run is large enough, the sequences are moved together, which costs about as much as one step reads.
 
 C: slots of the pool.
 """
@@ -20,7 +20,12 @@ from lp.models.kv_cache import CacheTooLarge, StatesKind, StaticKVCache, slot_by
 
 
 class Run(NamedTuple):
-    """Slots from `start` on, `size` of them."""
+    """Neighbouring slots of a pool.
+
+    Attributes:
+        start: number of the first slot.
+        size: how many slots.
+    """
 
     start: int
     size: int
@@ -32,7 +37,7 @@ class Run(NamedTuple):
 
 
 class Runs:
-    """Which slots are free.
+    """Keeps track of the free slots of a pool.
 
     Args:
         capacity: C.
@@ -48,7 +53,7 @@ class Runs:
         return sum(run.size for run in self._free)
 
     def take(self, size: int) -> Run | None:
-        """The smallest free run that has so many slots, or its first part; None where there is none."""
+        """Take so many neighbouring slots, from the smallest free run that has as many; None where no run has."""
         fitting = [run for run in self._free if run.size >= size]
         if not fitting:
             return None
@@ -58,7 +63,7 @@ class Runs:
         return Run(found.start, size)
 
     def give_back(self, run: Run) -> None:
-        """Take back slots, which are free again."""
+        """Make slots free again, and join them with the free slots beside them."""
         if not run.size:
             return
         beside = [other for other in self._free if other.end == run.start or other.start == run.end]
@@ -73,14 +78,15 @@ class Runs:
 
 
 class KVPool:
-    """Caches for several sequences, in one tensor of each kind.
+    """The KV cache slots of all sequences that are decoded together, from which each sequence gets its own cache.
 
     Args:
         kinds: how many keys and values of each kind the model has.
         capacity: C.
-        new_cache: a cache of so many slots, whose buffers are yet to be given.
-        spare: further slots behind them, which no cache gets.
-        zeroed: slots that no cache has hold zeros, for readers of all slots: a mask does not hide a NaN.
+        new_cache: makes a cache of so many slots without buffers, which the pool then gives it.
+        spare: further slots behind the others, which no sequence gets: captured steps write padding to them.
+        zeroed: whether slots that no cache has hold zeros. Attention that reads all slots needs that, since a mask does
+            not hide a NaN.
 
     Raises:
         CacheTooLarge: the device has no room.
@@ -109,18 +115,21 @@ class KVPool:
         return cache in self._caches
 
     def whole(self) -> StaticKVCache:
-        """A cache of all slots, whichever cache has them, and the spare ones."""
+        """A cache over all slots, whichever sequences have them, and the spare ones, for captured steps."""
         cache = self._new_cache(self.num_slots)
         cache.lie_in(self._buffers, 0, self.num_slots)
         return cache
 
     @property
     def free(self) -> int:
-        """Slots that no cache has."""
+        """Number of slots that no sequence has."""
         return self._runs.free
 
     def allocate(self, slots: int) -> StaticKVCache | None:
-        """An empty cache of so many slots; None where fewer are free."""
+        """An empty cache of so many slots for one sequence; None where fewer are free.
+
+        Other sequences are moved together if the free slots do not lie side by side.
+        """
         run = self._runs.take(slots)
         if run is None and self._runs.free >= slots:
             self._move_together()
@@ -133,11 +142,16 @@ class KVPool:
         return cache
 
     def give_back(self, cache: StaticKVCache) -> None:
-        """The slots of a cache, which is of no more use."""
+        """Free the slots of a cache that is of no more use."""
         self._free(self._caches.pop(cache))
 
     def shrink(self, cache: StaticKVCache, slots: int) -> None:
-        """Give back the slots of a cache but the first ones, and forget what is cached in the others."""
+        """Keep only the first slots of a cache and free the others, with the tokens in them.
+
+        Args:
+            cache: a cache of this pool.
+            slots: number of slots that it keeps, all of which hold committed tokens.
+        """
         run = self._caches[cache]
         with torch.inference_mode():
             cache.flush()
@@ -158,7 +172,7 @@ class KVPool:
                 states.zero_()
 
     def check(self) -> None:
-        """Assert that every slot is free or of one cache: an invariant, for tests."""
+        """Assert that every slot is either free or used by exactly one cache: an invariant, for tests."""
         runs = sorted([*self._runs._free, *self._caches.values()])
         ends = [0, *(run.end for run in runs)]
         assert [run.start for run in runs] == ends[:-1], f"slots are lost or had twice: {runs}"
@@ -168,7 +182,7 @@ class KVPool:
         return {kind: buffer[:, :, run.start : run.end] for kind, buffer in self._buffers.items()}
 
     def _move_together(self) -> None:
-        """Move all caches to the first slots, in their order: of each only what is cached, as far as it must."""
+        """Move the committed tokens of all caches to the lowest slots, in order, so that free slots are neighbours."""
         start = 0
         for cache, run in sorted(self._caches.items(), key=lambda item: item[1]):
             if run.start != start:

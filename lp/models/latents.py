@@ -1,9 +1,9 @@
-"""Layers that cache latents, as DeepSeek's do (MLA): how those of a pass become keys and values.
+"""Layers that cache latents, as DeepSeek's do (MLA): how the latents of a pass are expanded into keys and values.
 
 Since some release transformers caches one small vector a token, and in every pass expands those of all cached tokens
-into the keys and values of all heads. A pass over several sequences has latents in parts, each of which is expanded by
-itself. Where a token's row must have the same bits in every pass, products have the same number of rows each time,
-however many tokens are cached.
+into the keys and values of all heads. A pass over several sequences has latents in parts, one for each sequence, and
+each part is expanded by itself. Where a token's row must have the same bits in every pass, products have the same
+number of rows each time, however many tokens are cached.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ BLOCK = 64  # latents of a product: the width of a pass that `lp.models.equal_wi
 
 
 def expand_latents_by_sequence(model: nn.Module, same_bits: bool) -> None:
-    """Let layers expand the latents of each sequence by themselves from now on.
+    """Let layers that cache latents (DeepSeek's MLA) expand them to keys and values one sequence at a time from now on.
 
     Args:
-        model: a view, whose layers with a config are its own.
-        same_bits: products have BLOCK rows each.
+        model: a view of the model (`lp.models.view`), whose layers can be changed without changing the original's.
+        same_bits: whether a token's keys and values must have the same bits in every pass: products then have BLOCK
+            rows.
     """
     for module in model.modules():
         if hasattr(type(module), EXPAND_LATENTS):
@@ -34,7 +35,7 @@ def expand_latents_by_sequence(model: nn.Module, same_bits: bool) -> None:
 
 
 def _expanded(layer: Any, same_bits: bool, *latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of all heads: (1, H, N, D) and (1, H, N, E), or in parts."""
+    """Keys and values of all heads, (1, H, N, D) and (1, H, N, E): tensors, or parts where latents are in parts."""
     in_parts = [each for each in latents if isinstance(each, InParts)]
     if len(in_parts) == len(latents):
         parts = zip(*[each.parts for each in in_parts], strict=True)

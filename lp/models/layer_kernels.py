@@ -1,5 +1,6 @@
-"""The small operations of a decoder layer as Triton kernels, one launch each: a norm, rotation with the write to the KV
-cache, a gated activation; and the moves of a commit in all layers.
+"""The small operations of a decoder layer as Triton kernels, one launch each.
+
+These are a norm, rotation with the write to the KV cache, a gated activation, and the moves of a commit in all layers.
 
 T: step tokens, E: hidden size, H: query heads, G: KV heads, D: head dimension, C: cache slots, F: intermediate size,
 M: moved slots, n: keys and values of all layers.
@@ -105,12 +106,14 @@ def _move_kernel(
 
 @torch.library.custom_op("lp::normalize", mutates_args=())
 def normalize(x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float, rounded: bool, offset: bool) -> torch.Tensor:
-    """The tokens over their root mean square, times the weight: (T, E).
+    """RMS norm of every token: divides by the root mean square, multiplies by the weight; returns (T, E).
 
     Args:
-        x_TE: rows without gaps.
-        rounded: whether to round before the product with the weight, else after it.
-        offset: the factor is 1 + weight.
+        x_TE: hidden states; rows without gaps.
+        weight_E: the norm's weight.
+        eps: added to the mean square.
+        rounded: whether to round to the dtype before the product with the weight; False: after it.
+        offset: whether the factor is 1 + weight, as Gemma's.
     """
     num_tokens, size = x_TE.shape
     out_TE = x_TE.new_empty(num_tokens, size)
@@ -133,15 +136,18 @@ def rotate_and_store(
     v_1GCD: torch.Tensor,
     slots_T: torch.Tensor,
 ) -> torch.Tensor:
-    """Rotates queries and keys, writes keys and values to their slots of the cache, and returns the queries, (T, H, D).
+    """Apply rotary positions to queries and keys, write keys and values to their cache slots, and return the queries.
 
     Args:
         rotated_THD: queries, then keys, (T, H + G, D); heads without gaps.
-        values_TGD: values, (T, G, D); heads without gaps.
-        cos_T1D, sin_T1D: the rotation's cosines and sines, without gaps; the sine has the sign of the half that it
-            multiplies.
-        k_1GCD, v_1GCD: keys and values of the layer in all slots.
-        slots_T: int64.
+        values_TGD: values; heads without gaps.
+        cos_T1D, sin_T1D: cosines and sines of the rotation's angles, without gaps; the first half of the sines is
+            negated.
+        k_1GCD, v_1GCD: all cache slots of the layer, which are written to.
+        slots_T: int64, the cache slot of each token.
+
+    Returns:
+        Rotated queries (T, H, D).
     """
     num_tokens, rotated_heads, dim = rotated_THD.shape
     kv_heads = values_TGD.shape[1]
@@ -159,7 +165,7 @@ def rotate_and_store(
 
 @torch.library.custom_op("lp::silu_times", mutates_args=())
 def silu_times(gate_TF: torch.Tensor, up_TF: torch.Tensor) -> torch.Tensor:
-    """silu(gate) x up, (T, F); rows without gaps."""
+    """The gated activation of an MLP, silu(gate) x up; all (T, F), rows without gaps."""
     num_tokens, num_features = gate_TF.shape
     out_TF = gate_TF.new_empty(num_tokens, num_features)
     with torch.cuda.device_of(gate_TF):
@@ -171,11 +177,12 @@ def silu_times(gate_TF: torch.Tensor, up_TF: torch.Tensor) -> torch.Tensor:
 
 @torch.library.custom_op("lp::move_slots", mutates_args=("buffer_nGCD",))
 def move_slots(buffer_nGCD: torch.Tensor, source_M: torch.Tensor, target_M: torch.Tensor) -> None:
-    """Moves slots in all layers.
+    """Move KV between cache slots, in all layers by one launch: what a commit moves.
 
     Args:
-        source_M, target_M: int64; within a text sources ascend, and none lies before its target; what moves nowhere is
-            last.
+        buffer_nGCD: keys and values of all layers, changed in place.
+        source_M, target_M: int64, slots to move from and to. Within one sequence they ascend, and no target is behind
+            its source; padding comes last and moves a slot to itself.
     """
     count, kv_heads, _, dim = buffer_nGCD.shape
     with torch.cuda.device_of(buffer_nGCD):

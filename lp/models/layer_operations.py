@@ -1,4 +1,4 @@
-"""The small operations of a decoder layer, by torch: what `lp.models.layer_kernels` has kernels for.
+"""The small operations of a decoder layer by torch, for which `lp.models.layer_kernels` has Triton kernels.
 
 T: step tokens, E: hidden size, D: head dimension.
 """
@@ -11,12 +11,12 @@ from lp.models.architectures import NormRule
 
 
 class Norm:
-    """A norm by the root mean square, in float32 whatever the dtype, as transformers' RMSNorm classes.
+    """An RMS norm that fused layers run: equal to transformers' RMSNorm classes, which compute in float32.
 
     Args:
         weight: (E,).
         eps: added to the mean square.
-        rule: where it rounds.
+        rule: where it rounds to the model's dtype.
     """
 
     def __init__(self, weight: torch.Tensor, eps: float, rule: NormRule) -> None:
@@ -40,15 +40,16 @@ class Norm:
         return torch.rms_norm(x, shape, weight, self.eps)
 
     def of_heads(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise queries or keys (T, heads, D), each head for itself or all at once, as large as the weight is."""
+        """Normalise queries or keys (T, heads, D): each head by itself, or all at once if the weight is as large."""
         return self(x.reshape(len(x), -1, len(self.weight))).view(x.shape)
 
 
 def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary positions of queries or keys (T, heads, D).
+    """Apply rotary positions to queries or keys.
 
     Args:
-        cos, sin: (T, 1, D); the sine has the sign of the half that it multiplies.
+        states: (T, heads, D).
+        cos, sin: (T, 1, D), of the rotation's angles; the first half of the sines is negated.
     """
     wide = states.to(cos.dtype)
     swapped = wide.roll(wide.shape[-1] // 2, -1)

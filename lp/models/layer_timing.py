@@ -1,7 +1,7 @@
-"""How long a pass of the whole model takes, by one of its layers: what is known of step times before the first step.
+"""Estimate how long a pass of the whole model takes from one of its layers, before the first decode step.
 
-A pass of one layer is timed, and within it the layer itself. What is left is the LM head, the embeddings and the masks;
-the layer counts as often as the model has layers.
+A pass of one layer is timed, and within it the layer itself. The rest is the LM head, the embeddings and the masks; the
+layer counts as often as the model has layers.
 """
 
 from __future__ import annotations
@@ -20,18 +20,23 @@ from lp.models.sharded_layers import replica_of
 # Tokens of the passes. Libraries have kernels of their own for one token and for a few; on some processors bfloat16 is
 # slow below 32 (docs/experiments/budget.md).
 TIMED_SIZES = (1, 2, 8, 48)
-# Passes of each size, the first of which is not counted; a second pass is for what may seem too slow by chance.
+# Passes of each size: the first is not counted, and of the others the fastest counts, since one may be slow by chance.
 ROUNDS = 3
 # Rounds end after so many seconds of this thread. One round is always complete.
 ROUNDS_S = 0.25
 
 
 def time_passes(runner: ModelRunner, sizes: tuple[int, ...] = TIMED_SIZES) -> dict[int, float]:
-    """Seconds of a pass of the whole model by its tokens; every rank of a divided model calls it.
+    """Estimate the seconds of a pass of the whole model from its first layer, before the first decode step.
+
+    Where ranks divide the model, all of them must call this.
 
     Args:
         runner: the model's runner; other threads may use the model meanwhile.
-        sizes: numbers of tokens.
+        sizes: numbers of tokens to time.
+
+    Returns:
+        Seconds by number of tokens.
     """
     clock = clock_of(runner.device, replica_of(runner.model))
     shallow = _Shallow(runner, clock)
@@ -72,7 +77,12 @@ class _Shallow:
         return timed
 
     def pass_s(self, num_tokens: int, num_logits: int) -> float:
-        """Seconds of a pass of the whole model, with logits of so many tokens."""
+        """Estimated seconds of a pass of the whole model.
+
+        Args:
+            num_tokens: tokens of the pass.
+            num_logits: tokens whose logits are computed.
+        """
         runner = self._runner
         cache = runner.cache_without_buffers(runner.padded(num_tokens))
         visible = np.tri(num_tokens, dtype=bool)

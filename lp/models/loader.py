@@ -32,12 +32,12 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 
 
 class Checkpoint(NamedTuple):
-    """Where transformers finds a model.
+    """Where transformers finds a model that a user has named.
 
     Attributes:
-        shown: what the user named, for messages.
+        shown: the user's name for it, for messages.
         place: a folder, or a name on the hub.
-        options: arguments of every `from_pretrained`: the GGUF file of the folder, where it is one.
+        options: arguments for every `from_pretrained`: {"gguf_file": "model.gguf"} for a GGUF file, else empty.
     """
 
     shown: str
@@ -61,7 +61,7 @@ def load(
     context: ParallelContext | None = None,
     tp_plan: Plan | None = None,
 ) -> Loaded:
-    """Load a model folder or hub name through transformers.
+    """Load a causal LM and its tokenizer from a folder, a GGUF file or the hub, through transformers.
 
     In the checkpoint's own dtype weights stay mapped from its file. In another one a CPU holds the cast copy; for a GPU
     they are cast there, one tensor after the other, so that no rank of a host holds them all.
@@ -70,12 +70,13 @@ def load(
         name_or_path: folder with config.json, a GGUF file or a folder with one, or a hub name; "demo" is the embedded
             model. Weights of a GGUF file, of whatever quantisation, are expanded to `dtype` and computed in it.
         dtype: float64, float32, bfloat16, float16, as a name or as torch's, or "auto" for what the checkpoint says.
-        device: torch device of the weights, or a GPU's number; None is the context's; without one a GPU that
-            torch sees, or else the CPU.
+        device: torch device of the weights, or a GPU's number; None: the context's device, or without a context a GPU
+            if torch sees one, else the CPU.
         attn_implementation: transformers' name; None takes sdpa where the model has it.
-        trust_remote_code: run code that comes with the checkpoint.
+        trust_remote_code: whether to run code that comes with the checkpoint.
         context: the ranks; those of a replica divide the model among them, and each reads its own part alone.
-        tp_plan: how they divide it, as transformers' `base_model_tp_plan`; None takes the model's own.
+        tp_plan: how they divide it, in the form of transformers' `base_model_tp_plan`, such as
+            {"layers.*.mlp.up_proj": "colwise"}; None takes the model's own.
 
     Raises:
         ValueError: no such folder, not a causal LM, an architecture that takes no tree mask, weights that are damaged,
@@ -125,10 +126,16 @@ def load(
 
 
 def load_tokenizer(name_or_path: str | Path, trust_remote_code: bool = False) -> tuple[PreTrainedTokenizerBase, int]:
-    """A model's tokenizer, and V by its config; weights are not read.
+    """Load a model's tokenizer and its vocabulary size, without reading weights.
+
+    Args:
+        name_or_path, trust_remote_code: see `load`.
+
+    Returns:
+        The tokenizer, and the vocabulary size that the model's config names.
 
     Raises:
-        ValueError: as `load`, of config and tokenizer.
+        ValueError: the model's config or tokenizer is missing, damaged or unknown.
     """
     source = checkpoint_of(name_or_path)
     offline = not Path(source.place).is_dir() and not hub_answers()
@@ -137,10 +144,10 @@ def load_tokenizer(name_or_path: str | Path, trust_remote_code: bool = False) ->
 
 
 def checkpoint_of(name_or_path: str | Path) -> Checkpoint:
-    """What a user's name of a model stands for.
+    """Find out what a user's name of a model stands for: "demo", a folder, a GGUF file or a name on the hub.
 
     Raises:
-        ValueError: a GGUF file that is not there, several in one folder, or no package that reads them.
+        ValueError: the GGUF file does not exist, the folder has several, or the package that reads them is missing.
     """
     shown = str(name_or_path)
     if shown == "demo":
@@ -186,13 +193,15 @@ def _device(device: str | int | torch.device) -> torch.device:
 def cast_on(device: str | torch.device, model: PreTrainedModel, dtype: torch.dtype) -> bool:
     """Move a model to a device and cast it there, tensor by tensor, as if it had been loaded in that dtype.
 
+    The host then holds no cast copy of the weights.
+
     Args:
         device: where to move the weights.
         model: loaded in the dtype of its checkpoint.
         dtype: dtype that its parameters have from now on.
 
     Returns:
-        Whether that was done; False where the model computes buffers of its own in its dtype: load it in that dtype.
+        Whether that was done. False: the model computes buffers in its own dtype, so load it in that dtype instead.
     """
     with torch.device("meta"):
         expected = type(model)._from_config(copy.deepcopy(model.config), dtype=dtype)
@@ -220,10 +229,10 @@ def _keeps_float32(config: Any) -> bool:
 
 
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a tokenizer that can produce ids the model has no embedding for.
+    """Refuse a tokenizer that can produce token ids for which the model has no embedding.
 
     Raises:
-        ValueError: both sizes.
+        ValueError: names the tokenizer's largest id and the number of embeddings.
     """
     largest_id = max(tokenizer.get_vocab().values(), default=-1)
     embedded = embedded_tokens(model)
@@ -235,14 +244,14 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:
-    """V, of the LM head."""
+    """Number of logits that a model's LM head gives for a token."""
     head = model.get_output_embeddings()
     size: int = getattr(head, "out_features", None) or head.weight.shape[0]  # a quantised weight may be packed
     return size
 
 
 def context_limit(model: PreTrainedModel) -> int | None:
-    """Positions the model can take, or None where its config names no limit."""
+    """The most positions that a model can take, by its config; None where the config names no limit."""
     config = model.config.get_text_config()
     boundary = rope_boundary(config)
     stretched = boundary.stretched if boundary else None
@@ -285,7 +294,10 @@ def _check_attention(source: str, config: Any) -> None:
 
 
 def hub_answers() -> bool:
-    """Whether the hub can be reached at all: its client would try five times, half a minute, for each file."""
+    """Whether the Hugging Face hub can be reached, by one quick request.
+
+    The hub's own client would try five times, half a minute, for each file.
+    """
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         return False
     try:
@@ -358,7 +370,7 @@ def _damaged(source: str) -> str | None:
 
 
 def _pickled(source: str) -> str:
-    """What to do with a folder that has no weights but pickled ones, which may run code when they are read."""
+    """The remedy to name for a folder that has pickled weights alone, which may run code when they are read."""
     folder = Path(source)
     pickles = [] if any(folder.glob("*.safetensors")) else sorted(folder.glob("*.bin"))
     return f"; {pickles[0].name} is a pickle, which is not read: convert it to safetensors" if pickles else ""
@@ -366,7 +378,10 @@ def _pickled(source: str) -> str:
 
 @contextmanager
 def without_report() -> Iterator[None]:
-    """transformers logs a table of keys that do not fit; the loader reports what matters of it in one line."""
+    """Within the block, transformers does not log its table of weights that do not fit.
+
+    The loader reports what matters of it in one line.
+    """
 
     def is_no_report(record: logging.LogRecord) -> bool:
         return "LOAD REPORT" not in record.getMessage()

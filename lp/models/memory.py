@@ -24,7 +24,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def format_bytes(count: int) -> str:
-    """Such as "12.3 GiB"; one decimal, in the largest of GiB, MiB and KiB that gives at least 1."""
+    """Bytes for people, such as "12.3 GiB": one decimal, in the largest of GiB, MiB and KiB that gives at least 1."""
     for power, unit in ((3, "GiB"), (2, "MiB")):
         if count >= 1024**power:
             return f"{count / 1024**power:.1f} {unit}"

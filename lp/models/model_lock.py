@@ -1,4 +1,4 @@
-"""One lock a model: threads may share it, and ranks that are threads hold parts of one and wait for each other."""
+"""One lock for each model: threads may share it, and ranks that are threads hold parts of one and await each other."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Kept(dict[str, Any]):
 
 
 def lock_of(model: Any) -> threading.RLock:
-    """The lock on what this package keeps on a model; a thread may take it again."""
+    """The lock that guards what this package keeps on a model, such as its runners; a thread may take it repeatedly."""
     kept = vars(model).get(_NAME)
     if not isinstance(kept, _Kept):
         if isinstance(kept, dict):  # of a saved model

@@ -1,4 +1,4 @@
-"""The cache that a model needs."""
+"""Choose the class of KV cache that a model needs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def new_cache(
     shapes: Mapping[int, RecurrentShape] | None = None,
     kv_dtype: KVDtype = KVDtype.AUTO,
 ) -> StaticKVCache:
-    """Make an empty cache for one text: with recurrent states where layers are recurrent, else of KV alone.
+    """Make an empty cache for one sequence: with recurrent states where layers are recurrent, else of KV alone.
 
     Args:
         num_layers, capacity, zeroed, deferred, known, kv_dtype: arguments of `StaticKVCache`.

@@ -1,9 +1,9 @@
-"""What a model says behind contexts of 1 to 3 tokens, averaged over texts that it writes.
+"""Measure which tokens a model finds likely behind contexts of 1 to 3 tokens, averaged over texts that it writes.
 
-It becomes a file of `lp.draft.pool.model_ngrams`. What was observed lies in files while it is measured, a unit of work
-after the other, so that a run that was ended goes on where it stopped.
+The result becomes a file of `lp.draft.pool.model_ngrams`, from which draft tokens are proposed. What was observed is
+kept in files meanwhile, one unit of work after the other, so that a run that was interrupted goes on where it stopped.
 
-V: vocabulary; K: logits of a context; B: texts of a batch; n: observations, of one context each.
+V: vocabulary size; K: logits of a context; B: texts of a batch; n: observations, each with one context.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from lp.sampling.top_logits import TopLogits, pack_again
 from lp.waits import Wait, waiting
 
 NUM_LOGITS = 8  # K
-OBSERVED = 32  # probabilities of an observation, of which K of their means remain
+OBSERVED = 32  # probabilities kept of an observation; of their means K are kept
 BATCH = 64  # B
-WIDER = 4  # times as many texts of one token fit into a pass as texts that go on
-TEXT_TOKENS = 256  # of a text that the model writes
+WIDER = 4  # so many times B texts of one new token fit into a pass
+TEXT_TOKENS = 256  # longest text that the model writes
 TEMPERATURE = 0.9  # at which it writes
-NO_TOKEN = -1
+NO_TOKEN = -1  # in a context, where the text had no token yet
 
 
 class Observed(NamedTuple):
-    """What the model said behind some contexts of the same length."""
+    """The likeliest next tokens of a model behind some contexts of one length, with their probabilities."""
 
     contexts: np.ndarray  # int64 (n, length), the newest token last; NO_TOKEN where the text had not so many
     tokens: np.ndarray  # int64 (n, OBSERVED): the likeliest
@@ -57,27 +57,26 @@ def measure_ngrams(
     seed: int = 0,
     folder: Path | None = None,
 ) -> list[Contexts]:
-    """The best logits behind every token, and behind the longer contexts that came most often.
+    """Measure a model's likeliest next tokens behind every token, and behind the longer contexts that come most often.
 
-    Every token of the vocabulary is seen once behind each beginning. The texts that the model writes begin with one of
-    them and a token of the vocabulary, each token once until all were.
+    Every token of the vocabulary is tried once behind each beginning. The texts that the model writes start with a
+    beginning and one token of the vocabulary; no token starts a second text until all have started one.
 
     Args:
         model: the model, on its device.
-        beginnings: tokens to begin a text with, alike in nothing but that anything may follow them.
-        num_tokens: tokens that the model writes, about; 0: none, and there are contexts of one token alone.
-        max_contexts: most contexts of every length above 1.
+        beginnings: token ids that a text can begin with so that anything may follow; they differ among each other.
+        num_tokens: tokens that the model writes, about; 0: it writes none, and there are contexts of one token alone.
+        max_contexts: most contexts of each length above 1.
         num_logits: K.
         batch: B.
-        seed: seed of what the model writes.
-        folder: keeps what was observed so far; a call that finds such a folder of an equal call goes on with it. None:
-            memory.
+        seed: seed of the texts that the model writes.
+        folder: keeps what was observed so far; an equal call that finds it goes on from there. None: memory.
 
     Returns:
-        The contexts of 1, 2, 3 tokens.
+        The contexts of 1, 2 and 3 tokens with their K best logits, one entry for each length.
 
     Raises:
-        ValueError: the folder is of another call.
+        ValueError: the folder was written by a call with other arguments.
     """
     size = vocabulary_size(model)
     texts, text_tokens = _texts_written(num_tokens, batch)
@@ -110,19 +109,21 @@ Unit = Callable[[], Iterator[Observed]]  # of work, which is done as a whole or 
 
 
 class Observations:
-    """What was observed, in arrays that are made once: many small ones would keep a model's memory between them.
+    """Collects observations in arrays of their final size, on disk if need be, for an interrupted run to go on.
+
+    Many small arrays instead would keep a model's memory in pieces between them.
 
     Args:
-        most: most observations there may be.
-        folder: where they lie, so that another process can go on; None: memory.
-        asked: what they are of.
+        most: most observations that there may be.
+        folder: where the arrays lie, so that another process can go on; None: in memory.
+        asked: all that the observations depend on, such as the model's config and the seed.
 
     Attributes:
-        count: how many there are.
-        units: units of work that are done.
+        count: number of observations so far.
+        units: number of units of work that are done.
 
     Raises:
-        ValueError: the folder has those of something else.
+        ValueError: the folder has observations of something else.
     """
 
     def __init__(self, most: int, folder: Path | None, asked: dict[str, Any]) -> None:
@@ -148,7 +149,11 @@ class Observations:
         return np.memmap(path, dtype, "r+" if path.exists() else "w+", shape=shape)
 
     def take(self, units: Iterator[Unit]) -> None:
-        """Do the units of work that are not done yet."""
+        """Do the units of work that are not done yet, and keep what they observe.
+
+        Args:
+            units: all units of work, in the same order at each call.
+        """
         for number, unit in enumerate(units):
             if number < self.units:
                 continue
@@ -170,7 +175,7 @@ class Observations:
             part.replace(self._state)
 
     def all(self) -> Observed:
-        """Every observation so far."""
+        """All observations so far, as arrays that are not copied."""
         return Observed(self.contexts[: self.count], self.tokens[: self.count], self.probs[: self.count])
 
 

@@ -1,4 +1,4 @@
-"""Finds operations in which the host waits for the device, before a CUDA graph is captured."""
+"""Finds operations that make the host wait for the device, before a CUDA graph is captured."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ FILLS = {"masked_fill", "masked_fill_", "index_fill", "index_fill_"}
 
 
 class NoWaiting(TorchDispatchMode):
-    """Within it, an operation in which this thread's host code waits for a GPU is an error.
+    """Within a `with` block, an operation that makes this thread wait for a GPU raises an error: no graph takes it.
 
-    Torch has a mode for it (`torch.cuda.set_sync_debug_mode`), which is the whole process's: another thread that waits
-    for its GPU, as it may, would fail too, and a warning that nobody asked for is shown.
+    Torch has such a mode (`torch.cuda.set_sync_debug_mode`), but for the whole process: another thread that may well
+    wait for its GPU would fail too, and torch shows a warning that nobody asked for.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

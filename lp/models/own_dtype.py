@@ -1,9 +1,9 @@
-"""What the probe checks in a model's own dtype, where rounding hides a wrong mask but not a wrong kernel.
+"""The probe's checks in a model's own dtype, where rounding hides a wrong mask but not a wrong kernel.
 
-- The attention kernel: exact attention over the same tensors, one layer of each kind. It may be off by a few times what
-  plain products in that dtype are.
-- Fused layers: what they give, against the excerpt in float32. They may be off by a few times what the model's own
-  layers are, which round in the same places; the median of nodes counts, as a router may take another expert for one.
+- The attention kernel is compared with exact attention over the same tensors, in one layer of each kind. It may be off
+  by a few times the error of plain products in that dtype.
+- Fused layers are compared with the excerpt in float32. They may be off by a few times the error of the model's own
+  layers, which round in the same places; the median of nodes counts, as a router may take another expert for one.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ FUSED_SLACK = 4  # times the rounding of the model's own layers that fused ones 
 
 
 def fault_in_own_dtype(runner: StepRunner, excerpt: Excerpt, trial: Trial, step: torch.Tensor) -> str | None:
-    """What is off by more than rounding is, in the words of an error; None: nothing.
+    """Check the attention kernel and fused layers of a model in its own dtype.
 
     Args:
         runner: the model's runner.
         excerpt: the excerpt in float32.
         trial: the trial over that excerpt.
-        step: what the trial's step gave.
+        step: outputs of that trial's tree-shaped step, (T, E).
+
+    Returns:
+        What is off by more than rounding explains, in the words of an error; None: nothing is.
     """
     own = Excerpt(runner.original, in_float32=False, form=excerpt.form)
     tried = Trial(runner.over(own.model), trial.prefix, trial.nodes)
@@ -55,5 +58,5 @@ def _step_and_calls(trial: Trial) -> tuple[torch.Tensor, list[Call]]:
 
 
 def _errors(trial: Trial, calls: list[Call]) -> list[tuple[float, float]]:
-    """Error and limit of each call. A function that fails in float32 computes something else than attention alone."""
+    """Error and limit of each recorded call. A function that fails in float32 computes more than attention alone."""
     return [call.errors(trial.visible_keys(call.layer)) for call in calls]

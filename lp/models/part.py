@@ -1,4 +1,4 @@
-"""The part of a weight that a rank of a replica holds."""
+"""The part of a weight that a rank holds, where ranks divide a model."""
 
 from __future__ import annotations
 
@@ -11,20 +11,29 @@ class Part(NamedTuple):
     """The part of a weight that a rank holds: ranges of one dimension, one behind the other.
 
     Attributes:
-        dimension: the dimension.
-        ranges: [first, last) each.
+        dimension: index of the dimension that is divided.
+        ranges: [first, last) each, such as ((0, 512), (1024, 1536)) for half of each of two projections in one weight.
     """
 
     dimension: int
     ranges: tuple[tuple[int, int], ...]
 
     def of(self, weight: Any) -> torch.Tensor:
-        """This part of a tensor, or of what safetensors' `get_slice` gives, which then reads no more than that."""
+        """Cut this part out of a whole weight.
+
+        Args:
+            weight: a tensor, or a slice from safetensors' `get_slice`, of which only this part is then read from the
+                file.
+        """
         before = (slice(None),) * self.dimension
         pieces = [weight[(*before, slice(*each))] for each in self.ranges]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dimension)
 
     def sizes(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Sizes of this part of a tensor of this shape."""
+        """Shape of this part of a weight.
+
+        Args:
+            shape: shape of the whole weight.
+        """
         length = sum(last - first for first, last in self.ranges)
         return (*shape[: self.dimension], length, *shape[self.dimension + 1 :])

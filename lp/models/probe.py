@@ -1,14 +1,14 @@
-"""The probe: checks on a model itself, with a few tokens, that it honours a tree mask.
+"""The probe: check on a model itself, with a few tokens, that its decode steps honour a tree mask.
 
 Two branches of DEPTH tokens follow the last token `c` of a text. One tree-shaped step must give what plain causal
 forward passes of each branch give, and so must a step after a commit.
 
-1. The whole model runs one such step, of three tokens, in its own dtype: it can, and its logits are finite.
+1. The whole model runs one such step of three tokens in its own dtype: it must run, with finite logits.
 2. The verdict is given on an excerpt in float32 (`lp.models.excerpt`). How far the step may be off lies between two
-   numbers that the excerpt itself shows: what rounding does, and what one node does that sees another one too many, one
-   too few, or has another position.
-3. In the dtype of the model, the attention kernel is held against exact attention over the same tensors, and fused
-   layers against the model's own (`lp.models.own_dtype`).
+   numbers that the excerpt itself shows: the effect of rounding, and the effect of one node that sees one token too
+   many, one too few, or has another position.
+3. In the dtype of the model, the attention kernel is compared with exact attention over the same tensors, and fused
+   layers with the model's own (`lp.models.own_dtype`).
 
 B: branches, T: nodes, E: hidden size.
 """
@@ -51,22 +51,24 @@ logger = logging.getLogger(__name__)
 # addition, in other dtypes once.
 ROUNDINGS = {True: 8, False: 4}  # whether the arithmetic is float32's
 INT8 = 2.0**-8  # relative, of activations rounded to 8 bits
-SHOWS = 16  # times what rounding does: a planted fault below it tells nothing; a right step may be off by the root
+SHOWS = 16  # times the effect of rounding: a smaller fault tells nothing; a right step may be off by the root of 16
 PLANTED = (2, 4, 6)  # nodes with a planted fault, one at a time
 FEW = 3  # nodes of the whole model's step
 CPU_IS_FULL = "can't allocate memory"  # in the RuntimeError of torch's CPU allocator
-_MARK = "_lp_honours_tree_mask"  # attribute of the model: what it passed with, as `check_tree_mask` names it
+_MARK = "_lp_honours_tree_mask"  # attribute of the model: the ways of running steps that passed `check_tree_mask`
 
 
 @dataclass(frozen=True)
 class Findings:
-    """How a tree-shaped step of an excerpt compares with plain passes; errors are relative to the output's spread.
+    """Result of the probe: how a tree-shaped step of an excerpt (a few layers of a model) compares with plain passes.
+
+    Errors are relative to the spread of the outputs.
 
     Attributes:
-        error: the largest of a node.
-        noise: what rounding does.
-        faults: what each planted fault does at its node.
-        own_dtype: what is off in the model's own dtype; None: nothing.
+        error: the largest error of a node.
+        noise: the effect of rounding.
+        faults: every fault that was planted, with its effect on the output of its node.
+        own_dtype: what is off in the model's own dtype, in words; None: nothing is.
     """
 
     error: float
@@ -76,22 +78,22 @@ class Findings:
 
     @property
     def limit(self) -> float:
-        """The largest error of a step that is right: as many times what rounding does as a fault is times it."""
+        """The largest error that passes: the geometric mean of the effects of rounding and of the smallest fault."""
         return sqrt(self.noise * max(self.fault, SHOWS * self.noise))
 
     @property
     def fault(self) -> float:
-        """What the smallest planted fault does, of those that show; 0: none does."""
+        """Effect of the smallest planted fault that stands out from rounding; 0: none does."""
         return min([effect for _, effect in self.faults if effect > SHOWS * self.noise], default=0.0)
 
     @property
     def blind(self) -> bool:
-        """No planted fault shows beside what rounding does: a mask that is wrong at one node may pass."""
+        """Whether no planted fault stands out from rounding: a mask that is wrong at one node may then pass."""
         return self.fault == 0
 
     @property
     def failure(self) -> str | None:
-        """What is wrong with the step; None: nothing."""
+        """Why the model fails the probe, such as "does not honour a tree mask: ..."; None: it passes."""
         if self.error <= self.limit:
             return self.own_dtype
         return (
@@ -100,10 +102,16 @@ class Findings:
 
 
 def check_tree_mask(runner: StepRunner) -> None:
-    """Compare a tree-shaped step with plain forward passes; once for each way that a model's steps run.
+    """Refuse a model that does not honour a tree mask: its tree-shaped step differs from plain forward passes.
+
+    It is checked once for each way that the model's steps run: attention backend, capture, fused layers, dtype and
+    device.
+
+    Args:
+        runner: the model's runner.
 
     Raises:
-        ValueError: the model cannot run such a step, or runs it with other results; names the architecture.
+        ValueError: the model cannot run such a step, or its results differ; names the architecture and the remedy.
         OutOfMemoryError: the device is full, which says nothing about the model.
     """
     with lock_of(runner.original):
@@ -143,14 +151,17 @@ def _check_runs(runner: StepRunner) -> None:
 
 
 def probed(runner: StepRunner, nodes: Sequence[int] = PLANTED) -> Findings:
-    """What an excerpt of the model shows: in float32, in the model's dtype if its kernels take no other, or all of the
-    model, if its code does not run with some of its layers.
+    """Compare a tree-shaped step with plain passes on an excerpt of the model, without a verdict.
+
+    The excerpt is in float32; in the model's dtype if its kernels take no other; and it is the whole model if the
+    model's code does not run with a few layers.
 
     Args:
-        nodes: nodes that faults are planted at.
+        runner: the model's runner.
+        nodes: the nodes at which faults are planted.
 
     Raises:
-        ValueError: nor does that run.
+        ValueError: the whole model does not run such a step either.
         OutOfMemoryError: the device is full.
     """
     with _named(runner):
@@ -175,7 +186,7 @@ def probed(runner: StepRunner, nodes: Sequence[int] = PLANTED) -> Findings:
 
 
 def _findings(runner: StepRunner, nodes_at: Sequence[int], in_float32: bool = True, whole: bool = False) -> Findings:
-    """What the excerpt shows that is made so."""
+    """Compare a tree-shaped step with plain passes on an excerpt that is made with these arguments."""
     excerpt = Excerpt(runner.original, in_float32, whole)
     tokens = tokens_of(excerpt.model)
     prefix, nodes = tokens[:PREFIX], tokens[PREFIX:]
@@ -192,7 +203,7 @@ def _findings(runner: StepRunner, nodes_at: Sequence[int], in_float32: bool = Tr
 
 
 def _plain(excerpt: Excerpt, prefix: list[int], nodes: list[int], off: float) -> tuple[torch.Tensor, float]:
-    """What plain passes over both branches give for every node, (T, E), and how far that is off if embeddings are."""
+    """What plain passes over both branches give for each node, (T, E), and how far that moves if embeddings are off."""
     model = excerpt.model
     device = model.get_input_embeddings().weight.device
     texts = torch.tensor([prefix + [nodes[node] for node in branch] for branch in BRANCHES], device=device)
@@ -217,7 +228,7 @@ def _plain(excerpt: Excerpt, prefix: list[int], nodes: list[int], off: float) ->
 
 
 def _off(runner: StepRunner, model: PreTrainedModel) -> float:
-    """The share of their size by which embeddings are moved, to learn what rounding does in this model."""
+    """Relative error of embeddings that shows what rounding does in this model."""
     if not runner.exact:
         return ROUNDINGS[False] * INT8
     if model.dtype in PRECISE:

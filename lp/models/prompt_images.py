@@ -1,8 +1,9 @@
-"""Images and videos of a prompt: what a processor gives besides token ids, and what the model's own first pass makes.
+"""Images and videos of a prompt: the processor's inputs for them, and the model's own first pass over them.
 
-The prompt up to the last token that holds an image's place is one pass of the model as `generate` runs it, with its own
-mask (Gemma 3 sees both ways within an image) and its own positions (Qwen-VL's have three axes). Behind it positions
-count on one by one, from another number than the token's place in the cache. L: tokens of the prompt.
+The prompt up to its last image token (a token that holds an image's place) is one pass of the model as `generate` runs
+it, with its own mask (Gemma 3 sees both ways within an image) and its own positions (Qwen-VL's have three axes).
+Behind it positions count on one by one, from another number than the token's place in the cache. L: tokens of the
+prompt.
 """
 
 from __future__ import annotations
@@ -38,25 +39,26 @@ EXACT = {
     "qwen3_vl_moe",
     "smolvlm",
 }
-# Those of which the same was found with videos.
+# Model types whose texts with videos were found equal, too.
 EXACT_WITH_VIDEOS = {"qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"}
 # What `forward` takes that is no image: lp gives it, or it belongs to training.
 NOT_INPUTS = {"inputs_embeds", "position_ids", "labels", "use_cache", "logits_to_keep", "past_key_values", "cache"}
-HANDED_OVER = {"attention_mask", "position_ids"}  # with the images, which they are not
+HANDED_OVER = {"attention_mask", "position_ids"}  # given along with images, but not images themselves
 TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")  # (1, L): not 0 where a token holds an image's place
 PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id")  # of a config
-KEY_BITS = 31  # of a key in place of a token id: keys are negative int32s
+KEY_BITS = 31  # bits of a key that replaces an image's token id: keys are negative int32s
 NUM_KEYS = 4
 
 
 @dataclass(frozen=True, eq=False)
 class PromptImages:
-    """The images of one prompt.
+    """The images and videos of one prompt, as the model's forward takes them.
 
     Attributes:
-        inputs: what the model's `forward` takes besides token ids, by name.
+        inputs: arguments of the model's `forward` besides token ids, by name, such as "pixel_values".
         is_image: bool (L,), the tokens that hold an image's place.
-        positions: positions of the prompt's tokens as the model counts them, (1, L) or (axes, 1, L); None: by place.
+        positions: positions of the prompt's tokens as the model counts them, (1, L) or (axes, 1, L); None: a token's
+            position is its place in the prompt.
     """
 
     inputs: Mapping[str, Any]
@@ -65,13 +67,13 @@ class PromptImages:
 
     @classmethod
     def of(cls, model: PreTrainedModel, prompt: Sequence[int], given: Mapping[str, Any]) -> PromptImages | None:
-        """The images of a prompt; None where nothing but token ids was given.
+        """Read the images of a prompt from what a processor gives; None where it has token ids alone.
 
         Args:
-            model: takes them.
+            model: the model that takes them.
             prompt: L token ids.
-            given: the fields of a processor's output without the token ids, and what `generate` of transformers hands
-                over in their place: `position_ids`, and features that are encoded. A mask of ones counts as none.
+            given: fields of the processor's output besides the token ids, and what transformers' `generate` hands over
+                in their place: `position_ids`, and encoded features. An attention mask of ones counts as absent.
 
         Raises:
             TypeError: a name that the model's `forward` does not take.
@@ -108,12 +110,12 @@ class PromptImages:
 
     @property
     def end(self) -> int:
-        """Number of the prompt's tokens up to the last one that holds an image's place."""
+        """Number of the prompt's tokens up to its last image token, which the model's own first pass computes."""
         return int(np.flatnonzero(self.is_image)[-1]) + 1
 
     @cached_property
     def rotary_offset(self) -> int:
-        """What a token's position is behind the images, less its place in the prompt."""
+        """The position of a token behind the images, less its place in the prompt, such as -240."""
         if self.positions is None:
             return 0
         last: torch.Tensor = self.positions.flatten(0, -2)[-1, -1]  # the first axis may be the place, for masks
@@ -121,7 +123,7 @@ class PromptImages:
 
     @cached_property
     def digest(self) -> bytes:
-        """16 bytes that differ where the content does."""
+        """16 bytes that tell the images of a prompt from others, by their content, places and positions."""
         hasher = hashlib.blake2b(digest_size=16)
         own = {name: value for name, value in self.inputs.items() if name not in TOKEN_TYPES}  # as long as the prompt
         places = self.is_image[: self.end].tobytes()
@@ -135,10 +137,12 @@ class PromptImages:
         return hasher.digest()
 
     def keyed(self, tokens: Sequence[int]) -> list[int]:
-        """Tokens of a text that begins with the prompt, where those of images are told apart by their content.
+        """Tokens to find a cached prefix by: image tokens become negative keys made of the images' content.
+
+        So a prompt with other images, whose token ids are equal, does not reuse the prefix.
 
         Args:
-            tokens: token ids of the text, or some of its first ones.
+            tokens: token ids of a text that begins with the prompt, or its first ones.
         """
         words = int.from_bytes(self.digest, "little")
         keys = [-1 - (words >> KEY_BITS * index & (1 << KEY_BITS) - 1) for index in range(NUM_KEYS)]
@@ -149,12 +153,12 @@ class PromptImages:
         return found
 
     def first_pass(self, model: PreTrainedModel, prompt: Sequence[int], cache: Cache) -> dict[str, Any]:
-        """Arguments of the model for the pass over the prompt up to `end`.
+        """Arguments of the model's forward for the pass over the prompt up to its last image token, images included.
 
         Args:
-            model: model that `generate` runs.
+            model: the model as `generate` runs it.
             prompt: L token ids.
-            cache: empty.
+            cache: an empty cache.
         """
         end = self.end
         inputs = _on(self.inputs, model.device)  # not before: a text may wait for long
@@ -171,10 +175,12 @@ class PromptImages:
 
 
 def inputs_of_images(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What a model is to be given besides the tokens: nothing for a text, whose token types are all 0.
+    """What a model is to be given besides the token ids; empty for a prompt without images.
+
+    Token types that are all 0, as processors give them for text, do not count as images.
 
     Args:
-        given: arguments by name, some of which may be None or empty.
+        given: arguments by name; None, empty mappings, attention masks and positions are left out.
     """
     named = {name: value for name, value in given.items() if value is not None and name not in HANDED_OVER}
     inputs = {name: value for name, value in named.items() if not (isinstance(value, Mapping) and not value)}
@@ -183,16 +189,21 @@ def inputs_of_images(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def names_not_taken(model: PreTrainedModel, inputs: Mapping[str, Any]) -> list[str]:
-    """Names of inputs that the model's `forward` does not take, or that are no images; in their order."""
+    """Names of inputs that the model's `forward` does not take, or takes for something else than images; sorted.
+
+    Args:
+        model: the model.
+        inputs: arguments by name.
+    """
     return sorted(inputs.keys() - (inspect.signature(model.forward).parameters.keys() - NOT_INPUTS))
 
 
 def _check_inputs(inputs: Mapping[str, Any], kind: str) -> None:
-    """Refuse what is no tensor, and what no run has shown to be exact.
+    """Refuse inputs that are no tensors, and media with which the model is not known to be exact.
 
     Args:
         inputs: what the model is to be given besides the tokens.
-        kind: the model's type.
+        kind: the model's type, such as "gemma3".
     """
     encoded = [name for value in inputs.values() if isinstance(value, Mapping) for name in value]
     with_videos = kind in EXACT_WITH_VIDEOS

@@ -1,9 +1,9 @@
-"""What a quantised model does to activations: whether a token's result depends on others in its pass.
+"""How a quantised model treats activations: whether a token's result depends on others in its pass.
 
-Weights may be quantised as one likes. Activations that are rounded by a scale, or a choice of columns or of a kernel,
-which the tokens of a pass share depend on which tokens these are, and a step has more of them than plain decoding.
-Activations that are rounded token by token don't; but two passes of other widths differ by rounding, and that can
-become the difference of a whole step of the quantised values.
+How weights are quantised does not matter here. Activations do: where the tokens of a pass share a scale, a choice of
+columns or a kernel, a token's result depends on which tokens these are, and a decode step has more of them than plain
+decoding. Activations that are rounded token by token do not depend on others; but two passes of different widths differ
+by rounding, which can become a whole step between two quantised values.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class Activations(Enum):
-    """How a model's activations are quantised."""
+    """How a quantised model's activations are quantised; the values are words for error messages."""
 
     KEPT = "not"
     BY_TOKEN = "each token's by itself"
@@ -33,7 +33,11 @@ KNOWN = {
 
 
 def quantisation_of(config: Any) -> dict[str, Any] | None:
-    """A model's quantisation config as plain data, with `quant_method`; None where it is not quantised."""
+    """A model's quantisation config as plain data, such as {"quant_method": "gptq", "bits": 4}; None: not quantised.
+
+    Args:
+        config: the model's config.
+    """
     quantisation = getattr(config, "quantization_config", None)
     if quantisation is None and hasattr(config, "get_text_config"):  # of a model that takes images, too
         quantisation = getattr(config.get_text_config(), "quantization_config", None)
@@ -50,10 +54,10 @@ def _plain(value: Any) -> Any:
 
 
 def activations_of(fields: dict[str, Any]) -> Activations:
-    """How a model of this quantisation config quantises activations.
+    """How a model with this quantisation config quantises activations.
 
     Args:
-        fields: what `quantisation_of` gives.
+        fields: the config as plain data, from `quantisation_of`.
     """
     method = fields["quant_method"]
     if method == "torchao":
@@ -87,13 +91,16 @@ ACTIVATIONS = ("input_activations", "output_activations")
 
 
 def inexact_quantisation(model: Any) -> str | None:
-    """Why a quantised model's tokens may differ from plain decoding's by more than rounding, or None."""
+    """Why a quantised model's tokens may differ from plain decoding's by more than rounding; None: they don't."""
     method, kind = _quantised(model)
     return None if kind is Activations.KEPT else _reason(method, kind)
 
 
 def tokens_share_scales(model: Any) -> str | None:
-    """Why a token's result may depend on which others share its pass, even where all rows are summed alike, or None."""
+    """Why a token's result may depend on the tokens beside it, even if every row is summed alike; None: it does not.
+
+    Such a quantised model cannot be decoded with `exact="bitwise"`.
+    """
     method, kind = _quantised(model)
     return None if kind in (Activations.KEPT, Activations.BY_TOKEN) else _reason(method, kind)
 
@@ -109,7 +116,7 @@ def _quantised(model: Any) -> tuple[str, Activations]:
 
 
 def _rounding(weight: Any) -> Any:
-    """How one of torchao's weights quantises what it is multiplied with; None: not at all, as others."""
+    """How one of torchao's weights quantises the activations that it is multiplied with; None: not at all."""
     return getattr(weight, "act_quant_kwargs", None) or getattr(weight, "activation_quantization", None)
 
 

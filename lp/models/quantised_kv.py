@@ -1,8 +1,8 @@
-"""Keys and values in one byte each: how a slot holds them, and what attention reads of it.
+"""Keys and values in one byte each: what a cache slot stores, and what attention reads of it.
 
 A slot of one head is a row of bytes: D rounded numbers, then the scale of the row, float32. Numbers and scale lie side
-by side, so whatever moves, copies or sends slots moves both, and knows nothing of it. A row is made once, when its
-token is computed; what is read of it is the same for every pass, that of the token itself included.
+by side, so that code that moves, copies or sends slots need not know of them. A row is quantised once, when its token
+is computed; every pass reads the same values of it, the pass of the token itself included.
 
     scale = max |x| / LARGEST        number = round(x / scale)        read: number x scale
 
@@ -23,9 +23,16 @@ LARGEST = {KVDtype.INT8: 127.0, KVDtype.FP8: 448.0}  # of the numbers; int8's -1
 
 
 def quantised(states_D: torch.Tensor, kv_dtype: KVDtype) -> torch.Tensor:
-    """The rows of keys or values (..., D): int8, (..., D + SCALE_BYTES).
+    """Quantise keys or values to the rows that cache slots store.
 
     A row that is not finite, or whose scale float32 has no room for, is read as NaN throughout.
+
+    Args:
+        states_D: (..., D), in the model's dtype.
+        kv_dtype: INT8 or FP8.
+
+    Returns:
+        int8, (..., D + SCALE_BYTES).
     """
     largest = LARGEST[kv_dtype]
     wide_D = states_D.to(torch.promote_types(states_D.dtype, torch.float32))
@@ -38,7 +45,13 @@ def quantised(states_D: torch.Tensor, kv_dtype: KVDtype) -> torch.Tensor:
 
 
 def dequantised(rows_B: torch.Tensor, kv_dtype: KVDtype, dtype: torch.dtype) -> torch.Tensor:
-    """What rows are read as: (..., D), in the model's dtype."""
+    """Turn the rows that cache slots store back into keys or values, (..., D), for attention.
+
+    Args:
+        rows_B: int8, (..., D + SCALE_BYTES), from `quantised`.
+        kv_dtype: INT8 or FP8, as they were quantised.
+        dtype: dtype of the result, the model's.
+    """
     numbers_D = rows_B[..., :-SCALE_BYTES]
     scale_1 = rows_B[..., -SCALE_BYTES:].clone(memory_format=torch.contiguous_format).view(torch.float32)  # aligned
     if kv_dtype is KVDtype.FP8:

@@ -1,9 +1,9 @@
-"""Quantised weights that ranks divide: each reads its own part of the tensors that are stored for one.
+"""Read a rank's part of quantised weights, where ranks divide a model, from the tensors that a checkpoint stores.
 
-What is stored for a weight (N outputs, K inputs) are integers, several of them in one where they are small, and scales:
-one for all, one a row, or one for each group of columns. The part of a weight that a rank holds is the same part of
-each of these, counted in their own entries. torchao's weights stay quantised; those of other formats are expanded to
-the model's dtype, each rank's part as it is read.
+For a weight (N outputs, K inputs) it stores integers, several in one word where they are small, and scales: one for
+all, one a row, or one for each group of columns. The part of a weight that a rank holds is the same part of each of
+these, counted in their own entries. torchao's weights stay quantised; those of other formats are expanded to the
+model's dtype, each rank's part as it is read.
 """
 
 from __future__ import annotations
@@ -21,32 +21,53 @@ from lp.models.part import Part
 from lp.models.quantisation import Activations, activations_of
 from lp.optional import is_installed
 
-Stored = Mapping[str, Any]  # by name, the tensors that are stored for a weight, or safetensors' slices of them
+Stored = Mapping[str, Any]  # the tensors that are stored for one weight, or safetensors' slices of them, by role
 Sizes = tuple[int, ...]
 
 
 class Format(Protocol):
-    """How a quantised checkpoint stores weights."""
+    """How a quantised checkpoint stores weights: an interface to read a part of one."""
 
     def stored(self, keys: Iterable[str], metadata: Mapping[str, str]) -> dict[str, dict[str, str]]:
-        """The quantised weights of a checkpoint: by name, the names of its tensors in the files, by what they are."""
+        """Find the quantised weights of a checkpoint.
+
+        Args:
+            keys: names of all tensors in its files.
+            metadata: metadata of its files.
+
+        Returns:
+            By name of the weight: the names of its tensors in the files, by their role, such as "scales".
+        """
 
     def shape(self, name: str, stored: Stored) -> Sizes:
-        """Shape of a quantised weight."""
+        """Shape of a whole quantised weight, such as (outputs, inputs).
+
+        Args:
+            name: name of the weight.
+            stored: its tensors or safetensors slices, by their role.
+        """
 
     def part(self, name: str, stored: Stored, shape: Sizes, part: Part | None, dtype: torch.dtype) -> torch.Tensor:
-        """A part of a quantised weight of this shape, None for all of it."""
+        """Read a part of a quantised weight.
+
+        Args:
+            name: name of the weight.
+            stored: its tensors or safetensors slices, by their role.
+            shape: shape of the whole weight.
+            part: the part; None: all of it.
+            dtype: dtype of the model, which expanded weights get.
+        """
 
 
 def format_of(fields: dict[str, Any] | None, source: str) -> Format | None:
-    """How a checkpoint stores its quantised weights; None where they are not quantised.
+    """How a checkpoint stores its quantised weights, so that each rank can read its part; None: they are not quantised.
 
     Args:
-        fields: its quantisation config, as `quantisation_of` gives it.
-        source: the checkpoint, for messages.
+        fields: its quantisation config, from `quantisation_of`.
+        source: name of the checkpoint, for messages.
 
     Raises:
-        ValueError: quantised in a way that ranks cannot divide; names it, why, and the remedy.
+        ValueError: weights that are quantised in a way that ranks cannot divide; names it, why, and the remedy.
     """
     if fields is None:
         return None
@@ -68,7 +89,7 @@ def format_of(fields: dict[str, Any] | None, source: str) -> Format | None:
 def part_of_stored(
     name: str, shape: Sizes, part: Part, stored: Sizes, scale: bool, swapped: bool = False
 ) -> Part | None:
-    """The part of a stored tensor that belongs to a part of its weight; None: all of it.
+    """Which entries of a stored tensor, such as scales, belong to a part of a quantised weight; None: all of them.
 
     Args:
         name: name of the weight, for messages.
@@ -79,7 +100,7 @@ def part_of_stored(
         swapped: whether its first dimension goes along the weight's columns.
 
     Raises:
-        ValueError: the part begins or ends within what one entry stands for.
+        ValueError: the part begins or ends amid the columns or rows that one stored entry is for.
     """
     dimension = 1 - part.dimension if swapped else part.dimension
     entries = stored[dimension] if dimension < len(stored) else 1
@@ -107,7 +128,7 @@ def _of(stored: Any, part: Part | None) -> torch.Tensor:
 
 
 class Torchao:
-    """torchao's tensors, which transformers stores as the tensors that they consist of, with the rest as metadata.
+    """Format of torchao: each weight is a tensor subclass, stored as its inner tensors, with the rest as metadata.
 
     Args:
         fields: the quantisation config.
@@ -151,7 +172,13 @@ class Torchao:
 
 
 def part_of_tensor(name: str, weight: torch.Tensor, part: Part) -> torch.Tensor:
-    """A part of a weight in memory, in memory of its own: of torchao's as of plain ones."""
+    """Cut a part out of a weight that is in memory, plain or one of torchao's; the result has memory of its own.
+
+    Args:
+        name: name of the weight, for messages.
+        weight: the whole weight.
+        part: the part to cut out.
+    """
     if not hasattr(weight, "tensor_data_names"):
         return part.of(weight).clone()
     own: Any = weight
@@ -166,7 +193,7 @@ def part_of_tensor(name: str, weight: torch.Tensor, part: Part) -> torch.Tensor:
 def _torchao_fields(
     name: str, kind: str, fields: Mapping[str, Any], stored: Stored, shape: Sizes, part: Part | None
 ) -> dict[str, Any]:
-    """Arguments of the class of torchao that a part of a weight is an instance of."""
+    """Arguments to construct a part of one of torchao's weights with its class."""
     rounded = fields.get("act_quant_kwargs") or fields.get("activation_quantization")
     if kind not in Torchao.SWAPPED or rounded or stored.keys() - Torchao.TENSORS:
         what = f"as torchao's {kind}" + (" with scales for activations" if kind in Torchao.SWAPPED else "")
@@ -184,7 +211,7 @@ def _torchao_fields(
 
 
 class CompressedTensors:
-    """compressed-tensors' weights, which transformers expands in the first pass: a rank expands its own part at once.
+    """Format of compressed-tensors: transformers expands such weights in the first pass, a rank its own part at once.
 
     Args:
         fields: the quantisation config.
@@ -247,12 +274,12 @@ class CompressedTensors:
 
 
 class Words:
-    """Weights in words of 32 bits, as GPTQ, AWQ and AutoRound store them: a rank expands its own part at once.
+    """Formats of GPTQ, AWQ and AutoRound, with weights in 32-bit words: a rank expands its own part at once.
 
-    A weight is scale * (value - zero point), computed in the scale's dtype as in their own layers. Several values are
-    in a word, and several zero points, (groups, N / values of a word); scales are (groups, N), and for every column
-    there may be the number of its group. A part by columns takes the scales of all groups, a few percent of the bytes,
-    and so may begin within one, or have columns of any.
+    A weight is scale * (value - zero point), computed in the scale's dtype as in the methods' own layers. A word holds
+    several values, or several zero points, (groups, N / values of a word); scales are (groups, N), and there may be the
+    number of every column's group. A part by columns reads the scales of all groups, a few percent of the bytes, and so
+    may begin within a group, or have columns of any.
 
     Args:
         fields: the quantisation config.
@@ -345,7 +372,7 @@ class Words:
         return bits
 
     def _unpacked(self, words: torch.Tensor, bits: int, along: int) -> torch.Tensor:
-        """Values of words, one behind the other along a dimension."""
+        """Unpack the values of words, one behind the other along a dimension."""
         places = torch.tensor(self.ACROSS if self._across else range(32 // bits), dtype=torch.int32) * bits
         values = words.unsqueeze(along + 1) >> places.reshape(-1, *[1] * (1 - along))
         unpacked: torch.Tensor = (values & 2**bits - 1).to(torch.int16).flatten(along, along + 1)
@@ -357,4 +384,4 @@ FORMATS: Mapping[str, Callable[[dict[str, Any]], Format]] = {
     "compressed-tensors": CompressedTensors,
     **dict.fromkeys(Words.KNOWN, Words),
 }
-PACKAGES = {"torchao": "torchao", "compressed-tensors": "compressed_tensors"}  # that read what they stored
+PACKAGES = {"torchao": "torchao", "compressed-tensors": "compressed_tensors"}  # packages that read stored weights

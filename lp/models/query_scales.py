@@ -1,7 +1,7 @@
-"""Queries that are scaled by their position: Llama 4's layers without rotary positions.
+"""Queries that are scaled by their position, as in Llama 4's layers without rotary positions.
 
-transformers scales by a token's place in the pass, behind what is cached. In a step of several branches that is not its
-position. (arXiv 2501.19399; `attn_temperature_tuning` in the config.)
+transformers scales by a token's place in the pass, behind what is cached. In a step of several branches that place is
+not the token's position. (arXiv 2501.19399; `attn_temperature_tuning` in the config.)
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from lp.models.releases import cache_name_in
 
 
 class _CacheByPosition:
-    """A cache that says of its length what makes the places of a pass's tokens their positions.
+    """Stands in for the cache in such a layer, and gives a length by which each token's place becomes its position.
 
     Args:
         cache: keeps the keys and values.
-        positions_T: int64, of the pass's tokens.
+        positions_T: int64, positions of the pass's tokens.
     """
 
     def __init__(self, cache: Any, positions_T: torch.Tensor) -> None:
@@ -33,7 +33,13 @@ class _CacheByPosition:
 
 
 def scaled_by_position(module: nn.Module) -> Callable[..., Any] | None:
-    """What replaces the forward of a layer of Llama 4 in a view of the model: it is given the layer and its own one."""
+    """The function that runs instead of a Llama 4 layer's forward, to scale queries by position; None: none does.
+
+    The function is called with the layer's copy in a view of the model, the copy's own forward and the arguments.
+
+    Args:
+        module: any module of the model; only decoder layers of Llama 4 are replaced.
+    """
     found = type(module)
     if (found.__module__, found.__name__) != ("transformers.models.llama4.modeling_llama4", "Llama4TextDecoderLayer"):
         return None

@@ -1,9 +1,10 @@
-"""The recurrent layers of transformers' models, and how each runs over the tree of a step.
+"""The recurrent layers of transformers' models, and how each runs over the draft tree of a decode step.
 
 T: step tokens, E: hidden size, C: channels of the convolution, H: heads, R, D: rows and columns of a head's state.
 
 Prefill and everything else is the model's own code. In a step the forward of these layers, on the runner's own view of
-the model, is one of the functions below: it computes what the layer's own does for one more token, of every node.
+the model, is one of the functions below: for every node it computes what the layer's own forward computes for one more
+token.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ Step = Callable[[Any, torch.Tensor, LayerState, StepTree], torch.Tensor]  # of a
 
 @dataclass(frozen=True)
 class RecurrentLayer:
-    """A class of layers.
+    """How to run one class of recurrent layers over a tree.
 
     Attributes:
-        shape: what a layer of it keeps.
-        step: its forward pass over the tree of a step; stashes what a commit needs.
+        shape: gives the shape of the state that a layer of the class keeps.
+        step: a layer's forward over the tree of a step, (T, E) to (T, E); it stashes what a commit needs.
     """
 
     shape: Callable[[Any], RecurrentShape]
@@ -224,7 +225,10 @@ TRANSFORMERS_KEEPS_STATES = hasattr(Cache, "get_conv_state")  # in its cache: fr
 
 
 def recurrent_layer(module: nn.Module) -> RecurrentLayer | None:
-    """What a module is, if it is exactly of one of transformers' classes: a subclass may compute anything."""
+    """How to run a module over a tree, if its class is exactly one of transformers' recurrent layers; None: it is not.
+
+    A subclass may compute anything, and so is not known.
+    """
     found = type(module)
     path = found.__module__
     name = path.rpartition(".modeling_")[2]
@@ -234,7 +238,13 @@ def recurrent_layer(module: nn.Module) -> RecurrentLayer | None:
 
 
 def tree_forward(module: nn.Module) -> Callable[..., torch.Tensor] | None:
-    """What replaces the forward of a recurrent layer in a view of the model: it is given the module and its own one."""
+    """The function that runs instead of a recurrent layer's forward in decode steps; None: none does.
+
+    The function is called with the module's copy in a view of the model, the copy's own forward and the arguments.
+
+    Args:
+        module: any module of the model; only recurrent layers are replaced.
+    """
     layer = recurrent_layer(module)
     if layer is None:
         return None
@@ -252,10 +262,11 @@ def tree_forward(module: nn.Module) -> Callable[..., torch.Tensor] | None:
 
 
 def recurrent_shapes(model: nn.Module, kinds: list[str]) -> dict[int, RecurrentShape]:
-    """What the recurrent layers of a model keep, by layer.
+    """Shapes of the states that the recurrent layers of a model keep, by index of the layer, to allocate them.
 
     Args:
-        kinds: each layer's kind, as the config names it.
+        model: the model; layers that a view skips are left out.
+        kinds: the kind of every layer as the config names it, such as "linear_attention".
 
     Raises:
         ValueError: a recurrent layer of a class that is not known, or with weights that are offloaded.
@@ -277,10 +288,10 @@ def recurrent_shapes(model: nn.Module, kinds: list[str]) -> dict[int, RecurrentS
 
 
 def limits_prompt(model: nn.Module) -> bool:
-    """Whether a token of the prompt is computed otherwise than a generated one.
+    """Whether the model computes a token of a prompt otherwise than the same token where it was generated.
 
-    Transformers keeps the time steps (dt) of Mamba-2 within the config's limits where it computes several tokens, and
-    not where it computes one.
+    Transformers keeps the time steps (dt) of Mamba-2 within the config's limits where a pass has several tokens, and
+    not where it has one.
     """
     return any(getattr(module, "time_step_limit", None) not in (None, NO_LIMIT) for module, _ in _found(model))
 

@@ -1,11 +1,11 @@
-"""The states of a model's recurrent layers, and what a step leaves so that a commit computes nothing again.
+"""The states of a model's recurrent layers: a step stashes what a commit needs, so that nothing is computed again.
 
 n: layers of one shape, H: heads, R, D: rows and columns of a head's state, T: step tokens, P: tokens of a path, C:
 channels of the convolution, K: its taps.
 
-A state is a sum of outer products (see `lp.models.tree_recurrence`). A step leaves the states as they are and stashes
-of every node both vectors of its product, its log decay and its input of the convolution. A commit adds the products of
-the accepted path, of all layers of one shape at once.
+A state is a sum of outer products (see `lp.models.tree_recurrence`). A step leaves the states as they are, and stashes
+for every node both vectors of its product, its log decay and its input of the convolution. A commit adds the products
+of the accepted path to the states of all layers of one shape at once.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ DTYPE = torch.float32  # of states, whatever the model's: transformers' own
 
 @dataclass(frozen=True)
 class RecurrentShape:
-    """What one layer keeps.
+    """The sizes of the state that one recurrent layer keeps for a sequence; layers of equal shape share tensors.
 
     Attributes:
-        channels, taps: C and K.
+        channels, taps: C and K of the convolution.
         dtype, device: dtype and device of the convolution's inputs.
-        heads, rows, columns: H, R and D; no heads: it is a convolution alone.
-        left_heads, right_heads: heads of the two vectors of an outer product, of which several may share one.
+        heads, rows, columns: H heads, each with a state of R rows and D columns; 0: the layer is a convolution alone.
+        left_heads, right_heads: heads of the left and right vectors whose outer products are added to the state;
+            several heads of the state may share one.
     """
 
     channels: int
@@ -45,7 +46,7 @@ class RecurrentShape:
     right_heads: int = 0
 
     def nbytes(self, tokens: int) -> int:
-        """Bytes of the layer's state, and of a stash of so many tokens."""
+        """Bytes of the layer's state, and of what a step of so many tokens stashes for the commit."""
         state = self.heads * self.rows * self.columns
         products = self.left_heads * self.rows + self.right_heads * self.columns + self.heads
         inputs = self.channels * (self.taps + tokens)
@@ -53,11 +54,11 @@ class RecurrentShape:
 
 
 class Stash(NamedTuple):
-    """What a step leaves of every token, index 2 of the tensors; of n layers, or of one without n.
+    """What a step leaves of its tokens for the commit; dimension 2 of each tensor is the token.
 
     Attributes:
-        left: (n, left heads, T, R).
-        right: (n, right heads, T, D).
+        left: left vectors of the outer products, (n, left heads, T, R).
+        right: right vectors of the outer products, (n, right heads, T, D).
         g: log decays, (n, H, T).
         inputs: inputs of the convolution, (n, 1, T, C).
     """
@@ -69,14 +70,20 @@ class Stash(NamedTuple):
 
     @classmethod
     def room(cls, shape: RecurrentShape, layers: int, tokens: int) -> Stash:
-        """A stash of zeros, with room for so many tokens."""
+        """Allocate a stash, filled with zeros, for steps of up to so many tokens.
+
+        Args:
+            shape: sizes of one layer's state.
+            layers: n, number of layers.
+            tokens: the most tokens that a step may have.
+        """
         *products, inputs = cls.sizes(shape, layers, tokens)
         left, right, g = (torch.zeros(size, dtype=DTYPE, device=shape.device) for size in products)
         return cls(left, right, g, torch.zeros(inputs, dtype=shape.dtype, device=shape.device))
 
     @staticmethod
     def sizes(shape: RecurrentShape, layers: int, tokens: int) -> list[tuple[int, ...]]:
-        """Shapes of a stash's tensors, in their order."""
+        """Shapes of a stash's four tensors, in the order of the fields; arguments as in `room`."""
         return [
             (layers, shape.left_heads, tokens, shape.rows),
             (layers, shape.right_heads, tokens, shape.columns),
@@ -85,17 +92,21 @@ class Stash(NamedTuple):
         ]
 
     def of(self, tokens: torch.Tensor | slice) -> Stash:
-        """The stash of these tokens alone."""
+        """What was stashed for some of the step's tokens, such as the accepted ones.
+
+        Args:
+            tokens: their indices in the step, as int64 tensor or slice.
+        """
         return Stash(*(part[:, :, tokens] for part in self))
 
 
 class LayerState:
-    """What a layer's forward pass reads and leaves.
+    """What one recurrent layer reads in its forward pass over a step's tree, and where it leaves what the commit needs.
 
     Attributes:
-        last_CK: the last inputs of the convolution.
-        state_HRD: S_0.
-        first_step: bool (1,), see `RecurrentStates`.
+        last_CK: the last inputs of the convolution behind the prefix, the newest one last.
+        state_HRD: the layer's state behind the prefix.
+        first_step: bool (1,), whether this is the text's first step, whose root counts as a token of the prompt.
     """
 
     def __init__(self, group: _Group, index: int) -> None:
@@ -112,7 +123,14 @@ class LayerState:
         right: torch.Tensor | None = None,
         g_HT: torch.Tensor | None = None,
     ) -> None:
-        """Stash a step's vectors, (heads, T, R) and (heads, T, D), log decays and inputs."""
+        """Stash what a commit needs of this step's tokens, so that it computes nothing again.
+
+        Args:
+            inputs_TC: inputs of the convolution.
+            left, right: vectors of the outer products, (heads, T, R) and (heads, T, D); None: the layer is a
+                convolution alone.
+            g_HT: log decays; None: the layer is a convolution alone.
+        """
         num_tokens = len(inputs_TC)
         stash = self._group.stash
         stash.inputs[self._index, 0, :num_tokens] = inputs_TC
@@ -123,14 +141,14 @@ class LayerState:
 
 
 class _Group:
-    """The layers of one shape, in tensors that have them all.
+    """The states of all layers of one shape, in common tensors, so that one operation advances them all.
 
     Args:
         shape: the layers' shape.
         layers: n.
 
     Attributes:
-        stash: what the last step left. Steps whose sizes round up to the same power of two share one, and it stays
+        stash: what the last step left. Steps whose sizes round up to the same power of two share one stash, which stays
             where it is, since captured steps of these sizes write to it.
     """
 
@@ -144,14 +162,14 @@ class _Group:
         self.stash = Stash.room(shape, layers, 0)
 
     def reserve(self, tokens: int) -> None:
-        """Take the stash of steps of so many tokens; made where there is none."""
+        """Use the stash for steps of so many tokens from now on; allocated where there is none."""
         room = 1 << (tokens - 1).bit_length()
         if room not in self.stashes:
             self.stashes[room] = Stash.room(self.shape, self.layers, room)
         self.stash = self.stashes[room]
 
     def advance(self, path: Stash) -> None:
-        """Go on along a path: the state becomes that behind its last token."""
+        """Advance the states along a path of tokens, to the state behind its last one."""
         if self.shape.heads:
             left, right = (
                 part.repeat_interleave(self.shape.heads // part.shape[1], 1) for part in (path.left, path.right)
@@ -162,14 +180,17 @@ class _Group:
 
 
 class RecurrentStates:
-    """The states of one sequence.
+    """The recurrent states of one sequence, in all layers that have one.
 
     Args:
-        shapes: what each recurrent layer keeps, by layer.
+        shapes: shape of the state that each recurrent layer keeps, by index of the layer.
 
     Attributes:
-        tree: tree of the pass that runs; None: the pass is of a chain, which layers follow by the model's own code.
-        started: by layer, whether it has a state, as transformers' cache layers have it.
+        layers: by index of the layer, what its forward pass reads and leaves.
+        taps: the largest number of taps of a layer's convolution.
+        tree: tree of the pass that runs; None: its tokens are a chain, along which the model's own code advances the
+            states.
+        started: by layer, {0: whether it has a state yet}, as in transformers' cache layers.
     """
 
     def __init__(self, shapes: Mapping[int, RecurrentShape]) -> None:
@@ -190,7 +211,11 @@ class RecurrentStates:
         self._is_first_step = True
 
     def begin_tree(self, visible_TT: torch.Tensor) -> None:
-        """The next pass is a step of these nodes: it leaves the states as they are."""
+        """Prepare for a decode step over a tree: layers leave the states as they are and stash what `commit` needs.
+
+        Args:
+            visible_TT: bool; [i, j]: node i of the step sees node j.
+        """
         self.tree = StepTree.of(visible_TT, self.taps)
         self._trees = {visible_TT.device: self.tree}
         self._stashed = True
@@ -198,25 +223,29 @@ class RecurrentStates:
             group.reserve(len(visible_TT))
 
     def begin_replay(self, num_tokens: int) -> None:
-        """The next pass is a captured step of so many tokens, which stashes where it did when it was captured."""
+        """Prepare for a captured step, which stashes where it did when it was captured.
+
+        Args:
+            num_tokens: tokens of the step, padding included.
+        """
         self._stashed = True
         for group in self._groups:
             group.reserve(num_tokens)
 
     def begin_chain(self) -> None:
-        """The next pass is of tokens that are all committed: layers advance their states by the model's own code."""
+        """Prepare for a pass whose tokens are all committed, such as prefill: the model's code advances the states."""
         self.tree = None
         self._stashed = False
 
     def tree_on(self, device: torch.device) -> StepTree:
-        """The step's tree, for layers on several devices."""
+        """The tree of the step on this device, for models whose layers lie on several."""
         assert self.tree is not None
         if device not in self._trees:
             self._trees[device] = self.tree.to(device)
         return self._trees[device]
 
     def clear(self) -> None:
-        """Forget all tokens."""
+        """Forget all tokens: the states are those before the first token of a text."""
         self.begin_chain()
         self._set_first_step(True)
         for started in self.started.values():
@@ -226,7 +255,11 @@ class RecurrentStates:
             group.state_nHRD.zero_()
 
     def commit(self, token_indices: Sequence[int]) -> None:
-        """Go on to the last of these tokens of the last step, which are a path that continues the prefix."""
+        """Advance the states along the accepted tokens of the last step; after a chain they have been advanced already.
+
+        Args:
+            token_indices: indices into the step's tokens: a path that continues the prefix.
+        """
         if not self._stashed or not token_indices:
             return
         leads = [*token_indices] == [*range(len(token_indices))]  # as a chain does, and a step that accepts nothing
@@ -236,7 +269,11 @@ class RecurrentStates:
         self._has_advanced()
 
     def pack(self, token_indices: Sequence[int]) -> list[torch.Tensor]:
-        """What the last step stashed of these tokens, flat."""
+        """What the last step stashed of these tokens, as flat tensors, to send to other ranks (`append`).
+
+        Args:
+            token_indices: indices into the step's tokens: a path that continues the prefix.
+        """
         return [
             part.flatten()
             for group in self._groups
@@ -244,7 +281,12 @@ class RecurrentStates:
         ]
 
     def append(self, packed: torch.Tensor, num_tokens: int) -> None:
-        """Go on along tokens that another rank packed."""
+        """Advance the states along tokens that another rank computed.
+
+        Args:
+            packed: the other rank's `pack`, as one flat tensor.
+            num_tokens: number of tokens in it.
+        """
         offset = 0
         for group in self._groups:
             parts = []
@@ -256,7 +298,7 @@ class RecurrentStates:
         self._has_advanced()
 
     def nbytes(self) -> int:
-        """Bytes of states and stash."""
+        """Bytes of memory that states and stashes take."""
         return sum(tensor.nbytes for tensor in self._tensors())
 
     def _tensors(self) -> Iterator[torch.Tensor]:
@@ -272,7 +314,7 @@ class RecurrentStates:
             self._set_first_step(False)
 
     def _set_first_step(self, value: bool) -> None:
-        """Its root is the prompt's last token, which `generate` computes as one of the prompt."""
+        """Note whether the next step is the text's first, whose root, the prompt's last token, counts as prompt."""
         self._is_first_step = value
         for group in self._groups:
             group.first_step.fill_(value)

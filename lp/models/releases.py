@@ -1,6 +1,6 @@
-"""What releases of transformers name or do differently: found by asking the installed one, never by its number.
+"""What releases of transformers name or do differently: found by looking at the installed one, never by its number.
 
-Everything of this kind lies here, so that a new release is one file's work.
+All of this lies in one file, so that a new release means work in one file.
 """
 
 from __future__ import annotations
@@ -19,9 +19,13 @@ EXPAND_LATENTS = "expand_kv"
 
 
 def cache_keyword(model: nn.Module) -> str:
-    """The name under which a causal LM takes its cache: that of its own class, which may be older than transformers.
+    """The argument of a causal LM's forward that takes the cache, such as "past_key_values".
 
-    A wrapper that passes everything on is taken to wrap a model of the installed release.
+    The model's own class decides, which may be older than the installed transformers. A wrapper that passes all
+    arguments on is taken to wrap a model of the installed release.
+
+    Args:
+        model: a causal LM or a wrapper of one.
     """
     named = (type(model).forward, GenerationMixin.prepare_inputs_for_generation)
     parameters = [inspect.signature(function).parameters for function in named]
@@ -29,11 +33,21 @@ def cache_keyword(model: nn.Module) -> str:
 
 
 def cache_name_in(keywords: Mapping[str, Any]) -> str | None:
-    """What the cache is called among the keywords of a call, or the fields of an output; None without one."""
+    """The argument that a call names its cache by, such as "past_key_values"; None: it has no cache.
+
+    Releases of transformers differ in that name. The fields of an output are looked at likewise.
+
+    Args:
+        keywords: arguments of the call, or fields of the output, by name.
+    """
     return next((name for name in CACHE_NAMES if keywords.get(name) is not None), None)
 
 
 def cache_in(keywords: Mapping[str, Any]) -> Any:
-    """The cache among the keywords of a call, or the fields of an output; None without one."""
+    """The cache among the arguments of a call, or the fields of an output, whatever its name; None: it has no cache.
+
+    Args:
+        keywords: arguments of the call, or fields of the output, by name.
+    """
     name = cache_name_in(keywords)
     return None if name is None else keywords[name]

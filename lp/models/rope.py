@@ -1,8 +1,8 @@
-"""Rotary scalings that look at the largest position of a forward pass: longrope and dynamic NTK.
+"""Rotary scalings that depend on the largest position of a forward pass: longrope and dynamic NTK.
 
-Past a length named in the config they rotate every token of the pass by other frequencies, so that tokens beyond it
-change those before it. A step therefore never straddles that length, and a prompt past it is prefilled as if in one
-pass. Other scalings (linear, llama3, yarn) are functions of each token's own position.
+Past a length that the config names (the boundary) they rotate every token of the pass by other frequencies, so that
+tokens beyond it change those before it. A step therefore never straddles that length, and a prompt past it is prefilled
+as if in one pass. Other scalings (linear, llama3, yarn) depend on each token's own position alone.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ REFILLING = {"phi3", "phimoe", "phi4_multimodal"}
 
 @dataclass(frozen=True)
 class RopeBoundary:
-    """Where a model's rotary frequencies change.
+    """The text length at which a model's rotary frequencies change.
 
     Attributes:
-        length: a forward pass whose positions are all below it has the original frequencies.
-        grows: beyond it every length has frequencies of its own (dynamic), not one set for all (longrope).
-        refills: plain decoding computes the cache anew at the first step beyond it.
-        stretched: tokens up to which the scaling is meant to be used, where the config does not say it otherwise.
+        length: a number of tokens; a forward pass whose positions are all below it has the original frequencies.
+        grows: whether every length beyond it has frequencies of its own (dynamic NTK), not one set for all (longrope).
+        refills: whether plain decoding computes the whole cache anew at the first step beyond it.
+        stretched: the most tokens that the scaling is meant for, where it follows from a factor; None: the config says
+            it.
     """
 
     length: int
@@ -34,17 +35,28 @@ class RopeBoundary:
     stretched: int | None = None
 
     def limit(self, position: int, limit: int) -> int:
-        """Positions below it may be used by a step whose `c` is at `position`, and whose text allows `limit`."""
+        """The limit of positions for one decode step, so that its tokens have the frequencies that plain decoding uses.
+
+        Args:
+            position: position of the text's last token, with which the step begins.
+            limit: the limit of positions that the text has otherwise.
+
+        Returns:
+            The step may use positions below it.
+        """
         if position < self.length:
             return min(limit, self.length)
         return min(limit, position + 1) if self.grows else limit
 
 
 def rope_boundary(config: Any) -> RopeBoundary | None:
-    """The boundary of a text model's config, or None where frequencies are fixed.
+    """Where the rotary frequencies of a model change with the length of the text; None: they are fixed.
+
+    Args:
+        config: config of the text model.
 
     Raises:
-        ValueError: kinds of layers with different boundaries.
+        ValueError: kinds of layers whose frequencies change at different lengths.
     """
     parameters = getattr(config, "rope_parameters", None) or {}
     layers = [p for p in parameters.values() if isinstance(p, Mapping)] or [parameters]  # by kind of layer, or for all

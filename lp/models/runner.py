@@ -1,6 +1,7 @@
-"""ModelRunner: one forward pass over the tokens of a step.
+"""ModelRunner: forward passes of one model over the tokens of prompts and decode steps.
 
-T: step tokens, L: cached tokens, V: vocabulary size.
+T: step tokens, L: cached tokens (the prefix), V: vocabulary size. `c` is the last token of the text so far, whose KV is
+not cached: the next step begins with it.
 """
 
 from __future__ import annotations
@@ -70,14 +71,15 @@ def runner_of(
     exact: Exact = Exact.TOKENS,
     kv_dtype: KVDtype = KVDtype.AUTO,
 ) -> ModelRunner:
-    """The model's runner with these settings: one for all its decoders, so that steps are captured once.
+    """The model's runner with these settings, made at the first call; decoders share it, and so captured steps.
 
     Args:
         model, attention, capture, kv_dtype: see `ModelRunner`.
-        exact: runners of different modes are different ones.
+        exact: BITWISE: the runner is made for equal bits in every pass (`same_bits`); each value has a runner of its
+            own.
 
     Raises:
-        ValueError: as `ModelRunner`.
+        ValueError: what `ModelRunner` refuses.
     """
     with lock_of(model):
         kept = vars(model).get(_KEPT)
@@ -94,10 +96,10 @@ def runner_of(
 
 
 def release(model: PreTrainedModel) -> None:
-    """Free what this package holds for a model, and lay its weights out as they were; the next decoder starts anew.
+    """Free all memory that this package holds for a model, and lay out its weights as they were before.
 
-    Held are captured steps, their KV cache, and weights in another layout. Without this call they go with the model,
-    when Python next looks for cycles.
+    That is captured steps, their KV cache, and weights in another layout. The next decoder makes them anew. Without
+    this call they are freed with the model, when Python's cycle collector next runs.
     """
     with lock_of(model):
         for runner in vars(model).pop(_KEPT, _Kept()).values():
@@ -111,26 +113,26 @@ def _free(runner: ModelRunner) -> None:
 
 
 class ModelRunner:
-    """Runs tree-shaped steps of one model against a preallocated cache.
+    """Runs prefill and decode steps of one model: tree-shaped forward passes over a preallocated KV cache.
 
     Args:
-        model: any HF causal LM that honours a 4-D mask; others may be using it. Only its weights may move in memory.
-        attention: "auto", or the name of a backend.
-        capture: whether steps have a few fixed shapes and their kernels are replayed.
-        probe: check with the model itself that it honours the mask, the first time it is used.
+        model: any HF causal LM that honours a 4-D mask; other threads may use it. Only its weights may move in memory.
+        attention: "auto", or the name of an attention backend.
+        capture: whether steps are padded to a few fixed sizes, whose kernels are recorded once and then replayed.
+        probe: whether to check with the model itself that it honours a tree mask, the first time it is used.
         fused: whether steps run fused layers, where the model's are known exactly (see `lp.models.fused`).
         same_bits: whether a token's row is to have the same bits in every pass: captured steps run no kernels that
-            round otherwise, and ranks that divide the model add up in their order.
-        kv_dtype: what caches hold keys and values as.
+            round otherwise, and ranks that divide the model add up in the order of their numbers.
+        kv_dtype: how caches store keys and values.
 
     Attributes:
         original: the model as it was given.
         model: the runner's own view of it, with the same weights and the attention that was chosen.
-        network: what steps call: `model`, or fused layers over its weights.
+        network: what passes call: `model`, or fused layers over its weights.
         backend: the attention backend that `auto` or the caller chose.
-        captured: runs captured steps; None where they are not.
-        widths: how many tokens a pass may have, ascending: others are padded (`lp.models.bitwise`); empty: any number.
-        step_times: what decoders know of them, by all that they depend on (`lp.engine.step_timing`).
+        captured: runs captured steps; None: steps are not captured.
+        widths: numbers of tokens that a pass may have, ascending: others are padded (`lp.models.bitwise`); empty: any.
+        step_times: measured step times, shared by decoders, by all that they depend on (`lp.engine.step_timing`).
         exact: False for a quantised model whose kernels let tokens of a step change each other; a warning says so.
 
     Raises:
@@ -162,13 +164,13 @@ class ModelRunner:
         self._lock = threading.Lock()
         self.widths: tuple[int, ...] = ()
         self._ask_widths: Callable[[ModelRunner], tuple[int, ...]] | None = None
-        self._asked_threads = 0  # that torch ran with then
+        self._asked_threads = 0  # torch's threads when widths were found
         self.step_times: dict[str, Any] = {}
-        self._known: dict[StatesKind, int] = {}  # as of StaticKVCache
+        self._known: dict[StatesKind, int] = {}  # see StaticKVCache
         self._knows_all = False  # a whole pass has run
         self._last_cache: weakref.ref[StaticKVCache] | None = None  # of the last pass, where rotary frequencies grow
         self.captured: CapturedSteps | None = None
-        self._mode: Capture | None = None  # of captured steps, if the model takes them
+        self._mode: Capture | None = None  # how steps are captured; None: they are not
         self._may_fuse = fused
         self._same_bits = same_bits
         self._choose_backend(backends_to_try(self.model, attention), probe)
@@ -184,24 +186,26 @@ class ModelRunner:
 
     @property
     def fused(self) -> bool:
-        """Whether steps run fused layers."""
+        """Whether steps run fused layers (`lp.models.fused`), not the model's own."""
         return self.network is not self.model
 
     @property
     def beside_host(self) -> bool:
-        """The device computes while the host does something else."""
+        """Whether the model's device computes while the host does something else, as a GPU does."""
         return bool(self.device.type != "cpu")
 
     @property
     def takes_forests(self) -> bool:
-        """Whether a pass may have tokens of several sequences: not where the layers keep a state of one, or where
-        rotary frequencies depend on the largest position of the pass.
+        """Whether one forward pass may have tokens of several sequences.
+
+        It may not where layers keep the recurrent state of one sequence, or where rotary frequencies depend on the
+        largest position of the pass.
         """
         return not self.recurrent and self.boundary is None
 
     @property
     def attention(self) -> str:
-        """The name of the attention backend."""
+        """Name of the attention backend, such as "sdpa"."""
         return self.backend.name
 
     def _forward_of(self, module: torch.nn.Module) -> Callable[..., Any] | None:
@@ -248,11 +252,13 @@ class ModelRunner:
         self._state = model_state(self.model)
 
     def over(self, model: PreTrainedModel, fused: bool = True) -> ModelRunner:
-        """A runner like this one of another model, which it does not ask whether it honours a tree mask; its caches
-        hold keys and values as they are.
+        """Make a runner with these settings for another model, such as an excerpt of this one, to test or time it.
+
+        It does not check that the model honours a tree mask, and its caches do not quantise keys and values.
 
         Args:
-            fused: whether to run fused layers, if this one does.
+            model: the other model.
+            fused: whether it may run fused layers; it does so if this runner does.
         """
         name, fused = self.backend.name, fused and self.fused
         runner = type(self)(model, name, Capture.OFF, probe=False, fused=fused, same_bits=self._same_bits)
@@ -264,7 +270,7 @@ class ModelRunner:
         """Check that steps honour a tree mask; fused layers that do not are given up, if the model's own do.
 
         Raises:
-            ValueError: the model's own layers do not.
+            ValueError: the model's own layers do not honour it.
         """
         try:
             check_tree_mask(self)
@@ -278,7 +284,7 @@ class ModelRunner:
             logger.warning("layers are not fused: %s", error)
 
     def _capture_steps(self, mode: Capture, probe: bool) -> None:
-        """Capture steps, if the model writes to given cache slots: not every one hands them to its attention."""
+        """Set up captured steps, if the model can write to given cache slots; a warning or an error says why not."""
         try:
             self.captured = self._captured_steps(Capture.OFF)
             if probe:
@@ -292,10 +298,12 @@ class ModelRunner:
             self.captured = None
 
     def follow(self) -> None:
-        """Take up what has been changed on the model since: once a text, before its cache is allocated.
+        """Take notice of changes to the model since the last call: other weights, dtype, device, adapters or config.
+
+        It is called once for each text, before its cache is allocated.
 
         Raises:
-            ValueError: its config is now one that a tree-shaped step can't be exact for.
+            ValueError: the config is now one that tree-shaped steps can't be exact for.
         """
         check_supported(self.original.config)
         changed = self._follow_weights() or torch.get_num_threads() != self._asked_threads
@@ -303,10 +311,12 @@ class ModelRunner:
             self._find_widths()
 
     def keep_widths(self, ask: Callable[[ModelRunner], tuple[int, ...]]) -> None:
-        """Pad passes to widths that are asked for now, and again where weights or threads are others.
+        """Pad passes to certain numbers of tokens (`widths`) from now on, for `exact="bitwise"`.
+
+        They are found by trying the model out: now, and again when its weights or torch's threads have changed.
 
         Args:
-            ask: gives `widths`.
+            ask: tries out a runner and returns the widths; see `lp.models.equal_widths`.
         """
         if self._ask_widths is None:
             self._ask_widths = ask
@@ -321,7 +331,7 @@ class ModelRunner:
                 self.captured.buckets = self.widths
 
     def _follow_weights(self) -> bool:
-        """Take up what has been changed on the model; whether anything has."""
+        """Take notice of changes to the model's weights, modules or config; returns whether there were any."""
         with self._lock:
             if self._view.follow():
                 self.model = self._view.model
@@ -345,7 +355,11 @@ class ModelRunner:
         return CapturedSteps(self.network, self.masks, mode, self._known, self.recurrent, replica, *how)
 
     def new_cache(self, capacity: int) -> StaticKVCache:
-        """An empty cache of at least `capacity` slots; with captured steps one that they know, if none is using it."""
+        """An empty cache for one sequence: that of captured steps, if no other sequence has it.
+
+        Args:
+            capacity: cache slots, at least; the prefix and the tokens of a step must fit together.
+        """
         if self.captured and not self.captured.reserved:
             _ = self.known_kinds  # else buffers would be made by a guess
             with contextlib.suppress(CacheTooLarge):  # which has padding: a smaller one may fit
@@ -353,7 +367,7 @@ class ModelRunner:
         return self.cache_without_buffers(capacity)
 
     def cache_without_buffers(self, capacity: int, deferred: bool = False) -> StaticKVCache:
-        """An empty cache of so many slots, which takes buffers of its own in its first pass unless it is given some.
+        """An empty cache for one sequence without memory yet: it is given some, or allocates its own in its first pass.
 
         Args:
             capacity, deferred: see `StaticKVCache`.
@@ -362,12 +376,15 @@ class ModelRunner:
         return new_cache(layers, capacity, False, deferred, self._known, self.recurrent, self.kv_dtype)
 
     def forget_kinds(self) -> None:
-        """Forget known kinds of keys and values, for a runner of other layers; its original keeps its own."""
+        """Forget how many keys and values the model has, since this copy of a runner is to run fewer layers.
+
+        The runner that was copied keeps what it knows.
+        """
         self._known, self._knows_all = {}, False
 
     @property
     def known_kinds(self) -> dict[StatesKind, int]:
-        """How many keys and values of each kind the model has."""
+        """How many keys and values of each kind the model has, to allocate KV caches by; found in a one-token pass."""
         if not self._knows_all:
             known = self._known
             with torch.inference_mode():
@@ -377,7 +394,11 @@ class ModelRunner:
 
     @contextmanager
     def borrowed_cache(self, capacity: int) -> Iterator[StaticKVCache]:
-        """A new cache for one generation: no other gets this cache within the block."""
+        """Within the block, an empty cache for one generation, which no other generation gets meanwhile.
+
+        Args:
+            capacity: cache slots, at least.
+        """
         with self._lock:
             cache = self.new_cache(capacity)
             captured = self.captured if self.captures(cache) else None
@@ -398,7 +419,7 @@ class ModelRunner:
                     captured.release()
 
     def captures(self, cache: StaticKVCache) -> bool:
-        """Whether steps over this cache are captured."""
+        """Whether decode steps over this cache run as captured steps."""
         return self.captured is not None and cache is self.captured.cache
 
     def prefill(
@@ -408,11 +429,14 @@ class ModelRunner:
         chunk: int,
         on_logits: Callable[[torch.Tensor], object] | None = None,
     ) -> None:
-        """Cache the KV of the tokens before `c`, `chunk` of them a pass, so that no mask exceeds chunk x prompt.
+        """Cache the KV of a prompt, a chunk of tokens a pass, so that no mask is larger than chunk x prompt.
 
         Args:
-            on_logits: is given the logits (tokens, V) of every pass, of a divided model this rank's part of them; None:
-                the LM head computes as few as it can.
+            tokens: token ids of the prompt without its last token, which the first decode step computes.
+            cache: an empty cache.
+            chunk: most tokens of a pass.
+            on_logits: called with the logits (tokens of the pass, V) of every pass; of a divided model with this rank's
+                part of the vocabulary. None: the LM head computes as few logits as it can.
         """
         end = len(tokens)
         start = 0
@@ -426,12 +450,12 @@ class ModelRunner:
             start += count
 
     def read_images(self, prompt: Sequence[int], images: PromptImages, cache: StaticKVCache) -> None:
-        """Cache a prompt up to the end of its images, by one pass of the model as it was given: with its own attention.
+        """Cache a prompt up to its last image token, by one pass of the model as it was given, with its own attention.
 
         Args:
             prompt: token ids.
             images: the prompt's images.
-            cache: empty.
+            cache: an empty cache.
         """
         cache.flush()
         cache.begin(None)
@@ -439,18 +463,23 @@ class ModelRunner:
         cache.commit(range(images.end))
 
     def padded(self, num_tokens: int) -> int:
-        """How many tokens a pass of so many computes."""
+        """How many tokens a pass of so many computes, padding included."""
         if not self.widths:
             return num_tokens
         return next(width for width in self.widths if width >= num_tokens)
 
     @property
     def most_padding(self) -> int:
-        """Tokens that a pass may be padded by."""
+        """The most tokens by which a pass is padded; caches need as many slots more."""
         return max((next_ - width - 1 for width, next_ in itertools.pairwise((0, *self.widths))), default=0)
 
     def prompt_chunk(self, left: int, chunk: int) -> int:
-        """How many tokens of a prompt a pass is to cache: about `chunk` of the `left` ones."""
+        """How many tokens of a prompt the next pass is to cache.
+
+        Args:
+            left: tokens that are left to cache.
+            chunk: tokens that a pass should have, about.
+        """
         if self.widths:
             chunk = min(chunk, self.widths[-1])
         if not self.recurrent:
@@ -461,18 +490,18 @@ class ModelRunner:
     def prompt_pass(
         self, tokens: Sequence[int], end: int, start: int, count: int, cache: StaticKVCache, num_logits: int = 0
     ) -> TreePass:
-        """A pass that caches `count` tokens of a prompt, from `start` on; those before them are cached.
+        """Make the pass that caches some tokens of a prompt, behind those that are cached already.
 
-        Where rotary frequencies depend on the largest position, the pass has one more token at `c`'s position, so that
+        Where rotary frequencies depend on the largest position, the pass has one more token at position `end`, so that
         every chunk gets the frequencies of one pass over the whole prompt.
 
         Args:
-            tokens: the prompt.
-            end: the position of `c`, whose KV is computed by the first step.
+            tokens: token ids of the prompt.
+            end: position of the prompt's last token, whose KV the first decode step computes.
             start: position of the first token that the pass caches.
-            count: how many it caches.
+            count: number of tokens that it caches.
             cache: holds the tokens before `start`, and gets these.
-            num_logits: logits are computed for so many of these tokens, from the first on.
+            num_logits: number of these tokens whose logits are computed, from the first on.
         """
         anchor = [end] if self.boundary and end >= self.boundary.length else []
         own = [*tokens[start : start + count], *tokens[: len(anchor)]]
@@ -480,10 +509,10 @@ class ModelRunner:
         return TreePass(own, positions, range(-1, len(own) - 1), cache, range(num_logits), not anchor)
 
     def _forget_growth(self, cache: StaticKVCache) -> None:
-        """Before a pass of another text, let a model with dynamic rotary scaling forget its longest text so far.
+        """Let a model with dynamic rotary scaling forget its longest text so far, before a pass of another text.
 
         Args:
-            cache: holds the text of the next pass.
+            cache: the cache of the next pass, by which texts are told apart.
         """
         assert self.boundary is not None
         if not self.boundary.grows:
@@ -493,9 +522,15 @@ class ModelRunner:
             self._computed([TreePass([0], [0], [-1], cache, (0,))])
 
     def cross(self, text: Sequence[int], cache: StaticKVCache, chunk: int) -> None:
-        """Before the first step past the rotary boundary: cache all the text but `c`, as plain decoding would.
+        """Before the first step past the rotary boundary, cache the text up to its last token, as plain decoding would.
 
-        What is missing is computed under the old frequencies, or everything under the new ones.
+        Past that length (`RopeBoundary`) rotary frequencies are others. Only missing tokens are computed, under the old
+        frequencies; where plain decoding refills its cache, all are, under the new ones.
+
+        Args:
+            text: token ids of prompt and generated text.
+            cache: the text's cache.
+            chunk: most tokens of a pass.
         """
         assert self.boundary is not None
         if self.boundary.refills:
@@ -507,7 +542,11 @@ class ModelRunner:
             cache.commit(range(count))
 
     def staged(self, tree: TreePass) -> CapturedStep | None:
-        """The captured step of this pass, ready to be run; None where there is none."""
+        """The captured step that computes this pass, ready to be run; None: the pass runs uncaptured.
+
+        Args:
+            tree: the sequence's tokens.
+        """
         if not self.captures(tree.cache) or tree.adapter is not None:
             return None
         assert self.captured
@@ -520,7 +559,15 @@ class ModelRunner:
             return None
 
     def captured_steps(self, num_tokens: int, cache: StaticKVCache) -> list[CapturedStep]:
-        """The captured steps of all buckets up to that of so many tokens, over an empty cache."""
+        """Capture the steps of all sizes up to so many tokens, so that none is captured while decoding.
+
+        Args:
+            num_tokens: tokens of the largest step.
+            cache: the text's cache, still empty.
+
+        Returns:
+            The captured steps; empty where steps over this cache are not captured.
+        """
         if not self.captures(cache):
             return []
         assert self.captured
@@ -547,17 +594,17 @@ class ModelRunner:
         chain: bool = False,
         whole: bool = True,
     ) -> torch.Tensor:
-        """Logits of some tokens of a step; the KV of all is written behind the prefix, uncommitted.
+        """Run one pass of a sequence: returns logits of some tokens, and writes the KV of all, uncommitted.
 
         Args:
-            tokens, positions: (T,).
-            visible: (T, T) bool, which tokens of the step each one sees besides the whole prefix.
+            tokens, positions: (T,), token ids, and their positions in the sequence.
+            visible: bool (T, T); [i, j]: token i sees token j of the pass, besides the whole prefix.
             cache: holds the prefix.
-            logits_indices: tokens whose logits are computed; only these go through the LM head.
-            capture: it is a step, of which there will be many.
-            chain: each token sees all before it, and all are committed.
-            whole: whether logits are to be of the whole vocabulary; False: this rank's part may do, where ranks divide
-                it.
+            logits_indices: indices of the tokens whose logits are computed; only these go through the LM head.
+            capture: whether it may run as a captured step, as do decode steps, of which there are many.
+            chain: whether each token sees all before it, and all will be committed.
+            whole: whether logits must be of the whole vocabulary; False: where ranks divide the model, this rank's part
+                does.
 
         Returns:
             (len(logits_indices), V), valid until the next step.
@@ -572,13 +619,13 @@ class ModelRunner:
         return self._whole(logits[: max(len(logits_indices), 1)], whole)
 
     def forward_trees(self, trees: Sequence[TreePass], capture: bool = False) -> PassLogits:
-        """Compute the trees of one or more sequences in one pass; each one's KV is written to its own cache.
+        """Run one pass over the trees of one or more sequences; each one's KV is written to its own cache, uncommitted.
 
-        Where ranks divide the model, logits are this rank's part of the vocabulary.
+        Where ranks divide the model, logits are of this rank's part of the vocabulary.
 
         Args:
             trees: one for each sequence, at least one; exactly one, unless the model `takes_forests`.
-            capture: it is a step of one sequence, of which there will be many.
+            capture: whether it may run as a captured step, as do decode steps; for one sequence only.
 
         Returns:
             The logits of each tree's `logits_indices`, in the order of the trees.
@@ -595,7 +642,7 @@ class ModelRunner:
         return PassLogits(self._computed(trees), counts)
 
     def forward_prompt(self, tree: TreePass) -> PassLogits:
-        """Compute a chunk of a prompt that has the pass to itself; by a captured step once such chunks have come often.
+        """Run a pass over a chunk of one prompt; as a captured step once chunks of its size have come often.
 
         Args:
             tree: the chunk, from `prompt_pass`, over the cache of captured steps.
@@ -606,10 +653,11 @@ class ModelRunner:
         return self.forward_trees([tree])
 
     def _computed(self, trees: Sequence[TreePass], visible: np.ndarray | None = None) -> torch.Tensor:
-        """Logits of a pass that is not captured: (n, V), those of the first sequence first; one if none is asked for.
+        """Run a pass uncaptured: the logits (n, V) of all sequences, the first sequence's first; at least one row.
 
         Args:
-            visible: (T, T) bool, which tokens each one of a single sequence sees, where that is no tree's.
+            trees: one for each sequence.
+            visible: bool (T, T), which tokens of a single sequence see which, where that is no tree; None: by `trees`.
         """
         if self.widths:
             num_tokens = sum(len(tree.tokens) for tree in trees)
@@ -649,7 +697,7 @@ class ModelRunner:
         return logits
 
     def _cache_of(self, trees: Sequence[TreePass], starts: Sequence[int]) -> StaticKVCache | ForestCache:
-        """What a pass takes for its cache: a sequence by itself its own."""
+        """The cache that a pass hands to the model: a single sequence's own, or one that joins those of several."""
         if len(trees) == 1:
             return trees[0].cache
         stretches = [Stretch(*ends, tree.cache) for ends, tree in zip(itertools.pairwise(starts), trees, strict=True)]
@@ -661,12 +709,12 @@ class ModelRunner:
 
 
 class PassLogits(NamedTuple):
-    """The logits of a pass.
+    """The logits of one pass over one or more sequences.
 
     Attributes:
-        rows: (at least n, V), those of the first sequence, then those of the next, then what nobody asked for.
-        counts: rows of every sequence.
-        step: the captured step that left them, which overwrites them when it runs again; None: none did.
+        rows: (at least n, V): the n rows that were asked for, those of the first sequence first; then padding.
+        counts: number of rows of every sequence.
+        step: the captured step that computed them, which overwrites them when it runs again; None: no captured step.
     """
 
     rows: torch.Tensor
@@ -674,12 +722,12 @@ class PassLogits(NamedTuple):
     step: CapturedStep | None = None
 
     def each(self) -> list[torch.Tensor]:
-        """The logits of every sequence, each (its count, V)."""
+        """The logits of every sequence apart: for each one (its entry of `counts`, V)."""
         return list(self.rows[: sum(self.counts)].split(self.counts))
 
 
 def _within(trees: Sequence[TreePass], most: int) -> list[list[TreePass]]:
-    """The trees of one pass after the other, of so many tokens at most."""
+    """Divide the trees of one pass among several, in their order, each of at most so many tokens."""
     passes: list[list[TreePass]] = []
     left = 0
     for tree in trees:
@@ -692,7 +740,7 @@ def _within(trees: Sequence[TreePass], most: int) -> list[list[TreePass]]:
 
 
 def _joined(rows: Sequence[Sequence[int] | np.ndarray]) -> Sequence[int] | np.ndarray:
-    """All of them in one; a single one as it is."""
+    """Join all of them into one; a single one is returned as it is."""
     return rows[0] if len(rows) == 1 else np.concatenate(rows)
 
 

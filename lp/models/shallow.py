@@ -1,4 +1,4 @@
-"""A model with its first layer alone, over the same weights: its passes are those of the whole model, made short."""
+"""Make a runner of a model's first layer alone, over the same weights, to time passes of the whole model quickly."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ Layer = Callable[..., Any]
 
 
 def shallow_runner(runner: ModelRunner, around: Callable[[Layer], Layer]) -> tuple[ModelRunner, int]:
-    """A runner of the first layer, embeddings and LM head; and how many such layers the model has.
+    """Make a runner of embeddings, the first layer and the LM head alone, to estimate the whole model's time.
 
-    Where no list of layers is found it runs the whole model, as one layer.
+    Where no list of layers is found, it runs the whole model, as one layer.
 
     Args:
         runner: runs the whole model; other threads may use it meanwhile.
-        around: gives what is called in the layer's place.
+        around: given the layer's forward, returns the function that is called in its place, such as one that times it.
+
+    Returns:
+        The runner, and how many such layers the model has.
     """
     num_layers: int = runner.config.num_hidden_layers
     shallow = copy.copy(runner)
@@ -46,7 +49,7 @@ def shallow_runner(runner: ModelRunner, around: Callable[[Layer], Layer]) -> tup
 
 
 def _cut(model: nn.Module, num_layers: int, around: Callable[[Layer], Layer]) -> bool:
-    """Leave a model its first layer; whether the layers were found."""
+    """Remove all layers of a model but the first; returns whether a list of layers was found."""
     lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
     layers = next((each for each in lists if len(each) == num_layers), None)
     if layers is None:

@@ -1,7 +1,7 @@
 """The layers of a model that is divided among the ranks of a replica: tensor parallelism.
 
-Layers that are divided by columns, whose outputs are each rank's own, are plain linear layers with fewer outputs.
-E: hidden size; V: vocabulary size; T: ranks of the replica.
+Layers that are divided by columns, so that each rank has some of the outputs, are plain linear layers with fewer
+outputs, and need no class here. E: hidden size; V: vocabulary size; T: ranks of the replica.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lp.parallel.replica import InRankOrder, Replica
 
 
 class RowWiseLinear(nn.Module):
-    """A linear layer of which every rank has a part of the inputs: its outputs are summed over the ranks.
+    """A linear layer divided among ranks by its inputs: each rank multiplies its own, and the ranks sum the outputs.
 
     Args:
         linear: this rank's part of the layer, without a bias.
@@ -35,7 +35,7 @@ class RowWiseLinear(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """This rank's part, (outputs, inputs / T)."""
+        """This rank's part of the weight, (outputs, inputs / T) with T ranks."""
         return self.linear.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -44,7 +44,7 @@ class RowWiseLinear(nn.Module):
 
 
 class ShardedExperts(nn.Module):
-    """The experts of a layer, of which every rank has a part of each one's inner size.
+    """The experts of a layer, divided among ranks by their inner size: each has a part of all, and the ranks sum.
 
     Args:
         experts: transformers' own module, with this rank's weights.
@@ -62,11 +62,11 @@ class ShardedExperts(nn.Module):
 
 
 class ShardedEmbedding(nn.Module):
-    """The embeddings of a part of the vocabulary; those of other tokens come from the other ranks.
+    """Token embeddings divided among ranks by the vocabulary: each looks up its own tokens, and the ranks sum.
 
     Args:
         embedding: transformers' own module, with this rank's rows.
-        num_embeddings: V.
+        num_embeddings: V, rows of the whole embedding.
         replica: the ranks.
     """
 
@@ -80,7 +80,7 @@ class ShardedEmbedding(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """This rank's rows, (V / T, E)."""
+        """This rank's rows of the embeddings, (V / T, E) with T ranks."""
         return self.embedding.weight
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -90,11 +90,13 @@ class ShardedEmbedding(nn.Module):
 
 
 class ShardedHead(nn.Module):
-    """An LM head of which every rank has a part of the vocabulary; called as a module, it gathers all logits.
+    """An LM head divided among ranks by the vocabulary: each computes a part of the logits.
+
+    Called as a module it gathers all logits; lp calls `linear` for this rank's part, and `whole` where all are needed.
 
     Args:
         linear: this rank's rows of the LM head.
-        out_features: V.
+        out_features: V, rows of the whole LM head.
         replica: the ranks.
     """
 
@@ -108,19 +110,26 @@ class ShardedHead(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """This rank's rows, (V / T, E)."""
+        """This rank's rows of the LM head, (V / T, E) with T ranks."""
         return self.linear.weight
 
     @property
     def bias(self) -> torch.Tensor | None:
-        """This rank's part of the bias, (V / T,); None without one."""
+        """This rank's part of the bias, (V / T,) with T ranks; None: the LM head has no bias."""
         return self.linear.bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.whole(self.linear(x))
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
-        """All logits (..., V), of each rank's part; those that are whole already as they are."""
+        """Gather the logits of the whole vocabulary from all ranks.
+
+        Args:
+            logits: this rank's part, (..., about V / T); whole ones are returned as they are.
+
+        Returns:
+            (..., V).
+        """
         if logits.shape[-1] == self.out_features:
             return logits
         sizes = [last - first for first, last in map(self._part, range(self.replica.size))]
@@ -133,22 +142,22 @@ class ShardedHead(nn.Module):
 
 
 def head_of(model: Any) -> ShardedHead | None:
-    """The LM head of a model that is divided, None of one that is whole."""
+    """The LM head of a model that is divided among ranks (tensor parallelism); None: this rank has the whole model."""
     head = model.get_output_embeddings()
     return head if isinstance(head, ShardedHead) else None
 
 
 def replica_of(model: Any) -> Replica:
-    """The ranks that a model is divided among."""
+    """The ranks that a model is divided among; a replica of this rank alone where it has the whole model."""
     head = head_of(model)
     return head.replica if head else Replica()
 
 
 def sum_in_rank_order(model: Any) -> None:
-    """Let the ranks that a model is divided among add up in their order from now on.
+    """Let the ranks that divide a model sum in the order of their numbers from now on: bits then depend on no size.
 
     Args:
-        model: a view, whose layers that talk to other ranks are its own.
+        model: a view of the model (`lp.models.view`), whose layers that talk to other ranks are its own.
     """
     for module in model.modules():
         if isinstance(module, (RowWiseLinear, ShardedExperts, ShardedEmbedding, ShardedHead)):
@@ -156,10 +165,14 @@ def sum_in_rank_order(model: Any) -> None:
 
 
 def check_divided(model: Any, replica: Replica) -> None:
-    """Refuse a model that is divided otherwise than the ranks that are to run it.
+    """Refuse a model that was divided among another number of ranks than are to run it.
+
+    Args:
+        model: the model, whole or divided.
+        replica: the ranks that are to run it.
 
     Raises:
-        ValueError: both sizes and the remedy.
+        ValueError: names both numbers and the remedy.
     """
     size = replica_of(model).size
     if size != replica.size:

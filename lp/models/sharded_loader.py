@@ -1,4 +1,4 @@
-"""Loads a model that ranks divide: each reads its own slices of the safetensors files, straight to its device.
+"""Load a model that ranks divide: each reads its own slices of the safetensors files, straight to its device.
 
 No rank ever holds a whole layer, and no more of a file is mapped than one tensor.
 """
@@ -47,7 +47,7 @@ def load_divided(
     plan: Plan | None,
     **kwargs: Any,
 ) -> PreTrainedModel:
-    """This rank's part of a model.
+    """Load this rank's part of a model that the ranks of a replica divide.
 
     Args:
         source: folder, or hub name.
@@ -88,10 +88,10 @@ def load_divided(
 
 
 def _tie(model: PreTrainedModel, weights: Checkpoint) -> dict[str, str]:
-    """Tie weights, but for those of which the checkpoint has two that differ, whatever its config says.
+    """Tie weights as the model's config says, except those of which the checkpoint has two that differ.
 
     Returns:
-        By the name of a weight, that of another of the checkpoint that has the same values.
+        By name of a weight, the name of another one in the checkpoint that has the same values.
     """
     pairs = model.get_expanded_tied_weights_keys(all_submodels=True)
     same = {}
@@ -146,15 +146,15 @@ def _compute_buffers(model: PreTrainedModel, device: str | torch.device) -> None
 
 
 class Checkpoint:
-    """The safetensors files of a model, which are opened for one tensor at a time: what is mapped counts as memory.
+    """The safetensors files of a model, opened for one tensor at a time, since what is mapped counts as memory.
 
     Args:
         source: folder, or hub name.
-        offline: look into the hub's cache alone.
-        quantised: how quantised weights are stored; None where none are.
+        offline: whether to look into the hub's cache alone.
+        quantised: how quantised weights are stored; None: none are quantised.
 
     Raises:
-        ValueError: there are none.
+        ValueError: there are no such files, or one is damaged.
     """
 
     def __init__(self, source: str, offline: bool, quantised: Format | None = None) -> None:
@@ -193,7 +193,13 @@ class Checkpoint:
         self._tensors = self.quantised.stored(self._file_of, metadata)
 
     def rename(self, model: PreTrainedModel) -> None:
-        """Call weights by the names that a model's modules have, as transformers does when it loads them."""
+        """Map the names of a model's weights to those in the files, as transformers renames weights when it loads them.
+
+        Call it before `has`, `equal` and `read`, which take the model's names.
+
+        Args:
+            model: the model, which may be on torch's meta device.
+        """
         renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
         wanted = model.state_dict()
         for name in sorted({*self._file_of, *self._tensors}):
@@ -223,7 +229,7 @@ class Checkpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the first weight of real numbers in the first file, which counts where a config names none."""
+        """Dtype of the first floating-point weight in the first file: the checkpoint's, where its config names none."""
         if not self._file_of:
             return torch.float32
         first = min(self._file_of, key=self._file_of.__getitem__)
@@ -232,11 +238,11 @@ class Checkpoint:
         return next(filter(None, stored), torch.float32)
 
     def has(self, name: str) -> bool:
-        """Whether there is a weight of this name."""
+        """Whether the checkpoint has a weight of this name, as the model calls it."""
         return name in self._stored
 
     def equal(self, name: str, other: str) -> bool:
-        """Whether two weights have the same values; a few rows at a time are held."""
+        """Whether two weights, by the model's names, have the same values; a few rows at a time are held in memory."""
         ours, theirs = self._stored[name], self._stored[other]
         if ours in self._tensors or theirs in self._tensors:
             one, two = (self._tensors.get(each, {"": each}) for each in (ours, theirs))
@@ -260,10 +266,17 @@ class Checkpoint:
         device: str | torch.device,
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        """A part of a weight, None for all of it, on a device.
+        """Read a part of a weight to a device.
+
+        Args:
+            name: the model's name of the weight.
+            shape: shape of the whole weight in the model.
+            part: the part; None: all of it.
+            device: where the part goes.
+            dtype: dtype that it is cast to.
 
         Raises:
-            ValueError: it is missing, damaged, or of another shape.
+            ValueError: the weight is missing, damaged, or of another shape.
         """
         if stored := self._stored.get(name):
             return self._read(stored, name, shape, part, device, dtype)
@@ -283,7 +296,7 @@ class Checkpoint:
         part: Part | None,
         dtype: torch.dtype,
     ) -> None:
-        """One expert's part of a tensor of all experts: gate and up projections are tensors of their own."""
+        """Read one expert's part of a tensor of all experts; in the files each projection of an expert is a tensor."""
         path, _, kind = name.rpartition(".")
         one = None if part is None else Part(part.dimension - 1, part.ranges)
         if kind != "gate_up_proj":
@@ -348,7 +361,7 @@ class Checkpoint:
         raise self.missing(wanted)
 
     def missing(self, name: str) -> UserError:
-        """The error of a weight that is not there."""
+        """The error to raise for a weight that the files do not have."""
         return UserError(
             f"cannot load {self.source!r}: the weights have no {name}; use a complete checkpoint of a causal LM, "
             "with the config that belongs to it; of some checkpoints transformers computes other weights, "

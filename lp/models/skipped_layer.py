@@ -1,4 +1,4 @@
-"""What stands in a model where a layer, or the LM head, is left out."""
+"""Stand-ins for a layer, or the LM head, that is left out of a view of a model."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from torch import nn
 
 @dataclass(eq=False)
 class OutputForm:
-    """What the layers of a model return besides hidden states.
+    """What the layers of a model return besides hidden states, for skipped layers to return as much.
 
     Attributes:
-        rest: what comes behind hidden states in a tuple; None: layers return hidden states alone.
+        rest: what follows hidden states in a tuple; None: layers return hidden states alone.
     """
 
     rest: tuple[Any, ...] | None = None
 
     def note(self, layer: nn.Module, args: Any, output: Any) -> None:
-        """Take it from the output of a layer: a forward hook."""
+        """Take the form from what a layer returns; called as a forward hook of that layer."""
         self.rest = tuple(output[1:]) if isinstance(output, tuple) else None
 
 
 class SkippedLayer(nn.Module):
-    """A decoder layer that hands on what it is given; it has the attributes of the one in whose place it is.
+    """Stands in for a decoder layer and returns its input; it has the attributes of that layer.
 
     Args:
-        layer: the layer in whose place it is, which is no part of this module.
-        index: index of that layer among all.
+        layer: the layer that it stands in for, which does not become a part of this module.
+        index: index of that layer in the model.
         form: what the layer returns besides hidden states.
     """
 
@@ -49,10 +49,10 @@ class SkippedLayer(nn.Module):
 
 
 class NoHead(nn.Module):
-    """Takes the place of the LM head where no logits are needed: it returns what it is given.
+    """Stands in for the LM head where no logits are needed, and returns its input.
 
     Args:
-        dtype: dtype of a weight, which some models ask for.
+        dtype: dtype of its empty `weight`, which some models look up.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:

@@ -1,6 +1,6 @@
-"""Checks of a config alone: architectures that a tree-shaped step can't be exact for.
+"""Refuse, by its config or adapter alone, a model that a tree-shaped step can't be exact for.
 
-For whatever is not refused here by name, the probe runs the model itself.
+For whatever is not refused here by name, the probe (`lp.models.probe`) runs the model itself.
 """
 
 from __future__ import annotations
@@ -29,10 +29,13 @@ KV_PRECISION = {KVDtype.AUTO: 0.0, KVDtype.INT8: 2.0**-7, KVDtype.FP8: torch.fin
 
 
 def check_supported(config: Any) -> None:
-    """Refuse, by name, what a tree-shaped step cannot be exact for.
+    """Refuse, by its config, a model for which a tree-shaped decode step cannot give plain decoding's tokens.
+
+    Args:
+        config: the model's config.
 
     Raises:
-        ValueError: the architecture and why.
+        ValueError: names the architecture, why, and the remedy.
     """
     kind = getattr(config, "model_type", "unknown")
     if getattr(config, "is_encoder_decoder", False):
@@ -76,10 +79,13 @@ def check_supported(config: Any) -> None:
 
 
 def check_adapter(model: Any) -> None:
-    """Refuse a PEFT adapter that does more than change what modules compute of a token: it needs PEFT's own inputs.
+    """Refuse a PEFT adapter that needs inputs of its own, such as virtual tokens: lp passes token ids alone.
+
+    Args:
+        model: a model, with or without adapters.
 
     Raises:
-        ValueError: the kind of adapter, why, and the remedy.
+        ValueError: names the kind of adapter, why, and the remedy.
     """
     active = getattr(model, "active_peft_config", None)  # of PEFT's wrapper; the model inside has those of all adapters
     configs = getattr(model, "peft_config", None) if active is None else {"": active}
@@ -98,18 +104,22 @@ def check_adapter(model: Any) -> None:
 
 
 def logit_rounding(model: Any, kv_dtype: KVDtype = KVDtype.AUTO) -> float:
-    """Share of the largest logit by which a token's logits may differ with the tokens beside it, and no more.
+    """The most by which a token's logits differ with the tokens beside it in a pass, as a share of the largest logit.
 
-    It is the root of the precision that the model computes in, half of the digits: kernels for other numbers of tokens
-    round differently. A trained model of 30 layers differs from itself, one token a pass against eight, by 3e-6 in
-    float32, 0.001 in float16 and 0.01 in bfloat16, where these are 3e-4, 0.03 and 0.09. Transformers' norms and softmax
-    compute in float32 at most. The router of a mixture of experts may take either of two experts that are as good, so
-    that bfloat16's precision is the most to ask. Quantised activations that depend on the tokens beside them have no
-    bound. A key that lies between two numbers of a quantised cache may be stored as either.
+    Ranks that compare their logits allow for it. It is the root of the precision that the model computes in, half of
+    the digits: kernels for other numbers of tokens round differently. A trained model of 30 layers differs from itself,
+    one token a pass against eight, by 3e-6 in float32, 0.001 in float16 and 0.01 in bfloat16, where these are 3e-4,
+    0.03 and 0.09. Transformers' norms and softmax compute in float32 at most. The router of a mixture of experts may
+    take either of two experts that are as good, so that bfloat16's precision is the most to ask. A key that lies
+    between two numbers of a quantised cache may be stored as either. Quantised activations that depend on the tokens
+    beside them have no bound.
 
     Args:
         model: a causal LM.
-        kv_dtype: what its cache holds keys and values as.
+        kv_dtype: how its cache stores keys and values.
+
+    Returns:
+        The share, such as 0.09; infinite where there is no bound.
     """
     if inexact_quantisation(model):
         return math.inf
@@ -124,7 +134,7 @@ def logit_rounding(model: Any, kv_dtype: KVDtype = KVDtype.AUTO) -> float:
 
 
 def float32_precision() -> float:
-    """Twice the largest relative error of a rounding in products of float32, as they are set to be computed."""
+    """Relative precision of float32 products as torch is set to compute them: twice the largest error of a rounding."""
     try:
         return FLOAT32_PRECISION[torch.get_float32_matmul_precision()]
     except RuntimeError:  # set by torch.backends' own switches, which this call does not read

@@ -1,8 +1,9 @@
 """Divides a model among the ranks of a replica, as the model's own plan says: the one module that knows plans.
 
 A plan is transformers' `base_model_tp_plan`, read as data: patterns of module names, in which `*` is a layer's number,
-and how each is divided. Attention is divided by heads, so that each rank's KV cache holds its own heads alone; KV heads
-fewer than ranks are held by several of them. What a plan does not name is whole on every rank.
+and how each is divided. Attention is divided by heads, so that each rank's KV cache holds its own heads alone; where
+there are fewer KV heads than ranks, several ranks hold the same one. Modules that a plan does not name are whole on
+every rank.
 T: ranks of the replica; H: query heads; G: KV heads; D: head dimension; V: vocabulary size; I: inner size of an MLP.
 """
 
@@ -25,8 +26,8 @@ from lp.parallel.replica import Replica
 
 Plan = Mapping[str, str]
 COLUMNS, ROWS, PACKED, EXPERTS, WHOLE = "colwise", "rowwise", "packed_colwise", "moe_tp_experts", "replicated"
-# What plans say, by what is done. Outputs that transformers gathers are gathered because its code splits them after
-# the product: known ones are split before it, and those that are not known stay whole.
+# What lp does, by the style in a plan. transformers gathers outputs that its code splits after the product: lp splits
+# the known ones before the product (`_FED_BY`), and leaves others whole.
 STYLES = {
     "colwise": COLUMNS,
     "rowwise": ROWS,
@@ -37,28 +38,32 @@ STYLES = {
     "replicated": WHOLE,
     "replicated_with_grad_allreduce": WHOLE,
 }
-EMBEDDING = "embedding_rowwise"  # which is divided so, and the LM head, whether a plan says it or not
+EMBEDDING = "embedding_rowwise"  # ignored in plans: embeddings and LM head are always divided by the vocabulary
 _KV = {"k_proj", "v_proj"}
-_FED_BY = {"o_proj": "qkv_proj", "down_proj": "gate_up_proj"}  # by a linear layer whose output is several in one
+_FED_BY = {"o_proj": "qkv_proj", "down_proj": "gate_up_proj"}  # the layer before, whose output joins several
 FORMAT = (
     'give lp.load(tp_plan=...) a dict as {"layers.*.self_attn.q_proj": "colwise", "layers.*.self_attn.o_proj": '
     f'"rowwise", ...}}, with names of modules inside the base model and one of {", ".join(STYLES)}'
 )
 
 
-Parts = dict[str, Part]  # by parameter; one that is not there is whole
+Parts = dict[str, Part]  # by name of the parameter; one that is missing is whole
 Fetch = Callable[[str, nn.Parameter, Part | None], torch.Tensor]
 
 
 def plan_of(model: PreTrainedModel, given: Plan | None = None) -> dict[str, str]:
-    """What is done with the modules of a model, by pattern of their full names.
+    """How the modules of a model are divided among ranks, from its config's plan or a user's.
 
     Args:
-        model: the model whose config's class has the plan.
-        given: a user's plan in its place.
+        model: the model.
+        given: a user's plan in the place of the model's own, as {"layers.*.mlp.up_proj": "colwise"}.
+
+    Returns:
+        A style such as COLUMNS, by pattern of the modules' full names, in which `*` is a layer's number.
 
     Raises:
-        ValueError: a model without a plan, or a style that is not known; names it, and the format.
+        ValueError: there is no plan, it divides no module, or it has a style that is not known; names it, and the
+            format.
     """
     config = model.config.get_text_config()
     named = given or getattr(config, "base_model_tp_plan", None) or {}
@@ -75,18 +80,18 @@ def plan_of(model: PreTrainedModel, given: Plan | None = None) -> dict[str, str]
 
 
 def _text_model(model: PreTrainedModel) -> str:
-    """Name of the module that plans are written for: the decoder of text, which has others beside it that see."""
+    """Name of the module that plans are written for: the text decoder, beside which a model may see images."""
     decoder = model.get_decoder()
     return next((name for name, module in model.named_modules() if module is decoder), "") or model.base_model_prefix
 
 
 def divide(model: PreTrainedModel, replica: Replica, plan: Plan | None = None) -> PreTrainedModel:
-    """Divide a whole model among the ranks of a replica, in place: each keeps its own parts.
+    """Divide a whole model among the ranks of a replica, in place: each rank keeps its own parts.
 
     Args:
-        model: the same on every rank; in memory.
+        model: the model in memory; equal on every rank.
         replica: the ranks.
-        plan: None takes the model's own.
+        plan: a user's plan; None takes the model's own.
 
     Raises:
         ValueError: a model that cannot be divided so; names it and why.
@@ -95,9 +100,17 @@ def divide(model: PreTrainedModel, replica: Replica, plan: Plan | None = None) -
 
 
 def divided(model: PreTrainedModel, replica: Replica, plan: Plan | None, fetch: Fetch) -> PreTrainedModel:
-    """The model, with this rank's part of every parameter from `fetch(name, whole parameter, part)`.
+    """Divide a model among the ranks of a replica, in place; a function gives this rank's part of each parameter.
 
-    The whole parameters may be on torch's meta device.
+    Args:
+        model: the whole model; its parameters may be on torch's meta device.
+        replica: the ranks.
+        plan: a user's plan; None takes the model's own.
+        fetch: given a parameter's name, the whole parameter and this rank's part (None: all), returns the part's
+            values.
+
+    Returns:
+        The model that was given.
     """
     if replica.size == 1:
         return model
@@ -119,10 +132,19 @@ def _held(name: str, weight: nn.Parameter, part: Part | None) -> torch.Tensor:
 
 
 def parts_of(model: PreTrainedModel, replica: Replica, styles: Mapping[str, str]) -> Parts:
-    """Which part of every parameter this rank holds.
+    """Which part of every parameter this rank holds, where ranks divide the model.
+
+    Args:
+        model: the whole model.
+        replica: the ranks.
+        styles: how its modules are divided, from `plan_of`.
+
+    Returns:
+        Parts by name of the parameter; one that is missing is whole on every rank.
 
     Raises:
-        ValueError: T does not divide the heads, or a module that the plan names is of another kind.
+        ValueError: T, the number of ranks, does not divide the heads; or a module that the plan names is of another
+            kind.
     """
     heads = _Heads.of(model)
     heads.check(replica.size)
@@ -155,12 +177,24 @@ def parts_of(model: PreTrainedModel, replica: Replica, styles: Mapping[str, str]
 
 
 def style_of(name: str, styles: Mapping[str, str]) -> str | None:
-    """How the plan divides a module, by the plan's own name for it; None if it does not name the module."""
+    """The style that a plan has for a module; None: the plan does not name it.
+
+    Args:
+        name: full name of the module, such as "model.layers.3.mlp.up_proj".
+        styles: the plan, from `plan_of`.
+    """
     return styles.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
 
 
 def division_of(name: str, styles: Mapping[str, str]) -> str | None:
-    """How lp divides a module: COLUMNS, ROWS, EXPERTS; None: every rank has all of it."""
+    """How lp divides a module among ranks: COLUMNS, ROWS or EXPERTS; None: every rank has all of it.
+
+    Where a plan would gather an output or split an input, lp divides the layers that it knows and leaves others whole.
+
+    Args:
+        name: full name of the module, such as "model.layers.3.mlp.up_proj".
+        styles: the plan, from `plan_of`.
+    """
     style = style_of(name, styles)
     path, _, last = name.rpartition(".")
     if style == "gathered":

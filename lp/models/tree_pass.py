@@ -1,4 +1,4 @@
-"""What one sequence has in a forward pass: a tree of tokens behind its prefix."""
+"""One sequence's part of a forward pass: a tree of tokens behind its cached prefix."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ from lp.models.kv_cache import StaticKVCache
 
 
 class TreePass(NamedTuple):
-    """What one sequence has in a pass.
+    """One sequence's part of a forward pass: the tokens to compute, and which of them each one sees.
+
+    Every token also sees the whole cached prefix.
 
     Attributes:
-        tokens, positions: (T,).
-        parents: (T,), of each token the last one before it that it sees; -1 for none.
-        cache: holds the prefix.
-        logits_indices: indices of the sequence's tokens whose logits are computed; may be empty.
-        chain: each token sees all before it, and all are committed.
-        rotary_offset: what positions are turned by, less `positions`: not 0 behind images of some models.
-        adapter: the LoRA adapter that the sequence goes through; None: those that are active on the model.
+        tokens, positions: (T,), token ids, and their positions in the sequence.
+        parents: (T,), index of the nearest earlier token that each one sees, -1 for none: a token sees its parent and
+            all that the parent sees.
+        cache: holds the prefix, and gets the KV of these tokens.
+        logits_indices: indices of the tokens whose logits are computed; may be empty.
+        chain: whether each token sees all before it, and all will be committed, as in a prompt.
+        rotary_offset: added to `positions` for the rotary embedding; not 0 behind images of some models.
+        adapter: name of the LoRA adapter that the sequence goes through; None: those that are active on the model.
     """
 
     tokens: Sequence[int] | np.ndarray
@@ -34,7 +37,7 @@ class TreePass(NamedTuple):
     adapter: str | None = None
 
     def padded(self, count: int) -> TreePass:
-        """This pass with so many tokens more, which nothing sees and nothing is sampled at."""
+        """This pass with `count` more tokens at its end, which no other token sees and which get no logits."""
         if count <= 0:
             return self
         fields = (self.tokens, self.tokens[0]), (self.positions, self.positions[0]), (self.parents, -1)
@@ -42,5 +45,5 @@ class TreePass(NamedTuple):
         return self._replace(tokens=tokens, positions=positions, parents=parents)
 
     def visible(self) -> np.ndarray:
-        """Bool (T, T), which tokens of the pass each one sees."""
+        """Visibility of the pass's tokens, bool (T, T); [i, j]: token i sees token j."""
         return ancestors(self.parents)

@@ -1,4 +1,4 @@
-"""What the probe runs: a tree-shaped step behind a few tokens, as it is and with a fault planted in it.
+"""What the probe runs: a tree-shaped step behind a few tokens, as it is and with a planted fault.
 
 T: nodes, N: keys, E: hidden size.
 """
@@ -60,13 +60,13 @@ class StepRunner(Protocol):
 
 @dataclass(frozen=True)
 class Fault:
-    """What is planted in a step.
+    """An error that is planted in a tree-shaped step, to see by how much it changes the output.
 
     Attributes:
         kind: "sees one too many", "sees one too few" or "has another position".
         node: the node that has the fault.
-        visible: which tokens of the step each one sees, bool, with the fault.
-        positions: positions of the step's tokens, with the fault.
+        visible: bool (T, T), which nodes of the step each one sees, with the fault.
+        positions: positions of the step's nodes, with the fault.
     """
 
     kind: str
@@ -76,11 +76,12 @@ class Fault:
 
 
 class Trial:
-    """Steps of a runner over an excerpt, behind a prefix.
+    """Runs the probe's tree-shaped steps on a model or an excerpt of it, over a prefix that is cached first.
 
     Args:
-        runner: runs passes over the excerpt.
-        prefix, nodes: tokens.
+        runner: runs passes over the model or excerpt.
+        prefix: token ids to cache.
+        nodes: token ids of the step's nodes.
     """
 
     def __init__(self, runner: StepRunner, prefix: list[int], nodes: list[int]) -> None:
@@ -93,11 +94,11 @@ class Trial:
         runner.prefill(prefix, self.cache, len(prefix))
 
     def step(self) -> torch.Tensor:
-        """What a tree-shaped step gives for its nodes, (T, E)."""
+        """Outputs of the tree-shaped step for its nodes, (T, E)."""
         return self._run(self.visible, self.positions, True)
 
     def visible_keys(self, layer: int) -> torch.Tensor:
-        """Which keys the nodes see in a layer, bool (T, N): of the prefix, then of the step."""
+        """Which keys the step's nodes see in a layer, bool (T, N): keys of the prefix, then of the step."""
         config = self.runner.config
         kind = (named_kinds(config) or [*layer_kinds(config)] * config.num_hidden_layers)[layer]
         device = self.runner.device
@@ -113,13 +114,18 @@ class Trial:
         ).visible_TN()
 
     def effect(self, fault: Fault, step: torch.Tensor) -> float:
-        """How far a fault moves its node's output from what `step` gave."""
+        """How far a planted fault moves the output of its node, relative to the output's spread.
+
+        Args:
+            fault: the fault.
+            step: outputs of the step without it, (T, E).
+        """
         faulty = self._run(fault.visible, fault.positions, False)
         node = slice(fault.node, fault.node + 1)
         return float(relative_error(faulty[node], step[node]).max())
 
     def after_commit(self) -> torch.Tensor:
-        """What the last node gives in a step of its own behind the commit of the path before it, (1, E)."""
+        """Output of the last node in a step of its own, behind the commit of the path before it, (1, E)."""
         self._run(self.visible, self.positions, True)
         self.cache.commit(BRANCHES[1][:-1])
         return self.runner.forward(self.nodes[-1:], self.positions[-1:], self.visible[:1, :1], self.cache, [0]).clone()
@@ -130,7 +136,11 @@ class Trial:
 
 
 def planted(nodes: Sequence[int]) -> list[Fault]:
-    """A step's faults, one at a time: of each node, a mask with one node too many or too few, and another position."""
+    """The faults that the probe plants in a step, one at a time, to see whether it would notice them.
+
+    Args:
+        nodes: the nodes that get a fault; each sees one node too many, sees one too few, and has another position.
+    """
     faults = []
     visible = ancestors(PARENTS)
     positions = positions_of(visible, PREFIX)
@@ -151,18 +161,30 @@ def planted(nodes: Sequence[int]) -> list[Fault]:
 
 
 def tokens_of(model: PreTrainedModel) -> list[int]:
-    """Token ids for the trial's step, from the middle of the vocabulary: special tokens lie at its ends."""
+    """Token ids of the probe's prefix and step, from the middle of the vocabulary: special tokens lie at its ends."""
     vocabulary = embedded_tokens(model)
     return [vocabulary // 4 + 37 * i % max(vocabulary // 2, 1) for i in range(PREFIX + len(PARENTS))]
 
 
 def positions_of(visible: np.ndarray, start: int) -> list[int]:
-    """Positions of nodes that see these, the first at `start`."""
+    """Positions of the nodes of a tree.
+
+    Args:
+        visible: bool (T, T); [i, j]: node i sees node j.
+        start: position of the first node.
+    """
     return [start + int(row.sum()) - 1 for row in visible]
 
 
 def relative_error(outputs: torch.Tensor, references: torch.Tensor) -> torch.Tensor:
-    """Root mean square of the difference by the reference's spread, (T,); by 1 where all tokens are equally likely."""
+    """Error of each token's output relative to the spread of the reference.
+
+    Args:
+        outputs, references: (T, E).
+
+    Returns:
+        (T,): root mean square of the difference by the reference's standard deviation; by 1 where that is 0.
+    """
     spread = references.double().std(-1)
     difference = (outputs.double() - references.double()).square().mean(-1).sqrt()
     return difference / torch.where(spread > 0, spread, 1.0)

@@ -1,4 +1,4 @@
-"""A model as one decoder runs it: modules and a config of its own over the same weights.
+"""A view of a model: modules and a config of its own over the same weights, which its owner may change freely.
 
 Attention is a field of the config that every layer looks up at every pass. Code that sets it on a model, or shortens
 its sliding window for a moment, changes the text that another thread is generating. In a view nobody else sees it.
@@ -27,17 +27,17 @@ _MARK = "_lp_"  # starts the names of attributes that this package leaves on a m
 
 
 class ModelView:
-    """Copies the modules that know the config or other ranks, and those that contain them; shares all others, weights
-    and hooks.
+    """A copy of a model's modules and config, over the same weights, that a runner may change unseen by others.
 
-    Linear layers and quantised weights are mostly shared as they are. Weights that are changed in place and hooks that
-    are added are seen at once; other changes, as of the adapters that are active, by `follow`. What torch.compile
-    made of a copied module or its `forward` is left out, for it runs the original.
+    Only modules that hold the config or know other ranks are copied, and those that contain them; all others are shared
+    (most linear layers), with weights and hooks. Weights that are changed in place and hooks that are added take effect
+    at once; other changes, such as of the adapters that are active, by `follow`. What torch.compile made of a copied
+    module or its `forward` is left out, for it runs the original.
 
     Args:
-        original: left as it is.
-        replaced: gives for a module what its copy has in place of its forward, which is called with the copy, its own
-            forward and the arguments; None: it keeps its own.
+        original: the model, which is left as it is.
+        replaced: given a module, returns the function that its copy runs in place of its forward, called with the copy,
+            its own forward and the arguments; None: its forward stays.
 
     Attributes:
         model: the copy.
@@ -54,12 +54,13 @@ class ModelView:
         self._copy()
 
     def follow(self) -> bool:
-        """Copy again if the original has other modules, attributes or settings than then: an adapter was loaded,
-        `eval()` called, a field of its config set.
+        """Copy the original again if its modules, attributes or config have changed, as when an adapter was loaded.
+
+        The new copy keeps the config of the one before, with what was set on it, unless the original's config has
+        changed.
 
         Returns:
-            Whether `model` is a new one. Its config is the one before, with what was set on it, unless the original's
-            was replaced or changed: then it is copied anew.
+            Whether `model` is a new copy.
         """
         if self._settings != _settings(self.original):
             self._configs.clear()
@@ -82,7 +83,7 @@ class ModelView:
                 vars(copied)["forward"] = partial(replacement, copied, copied.forward)
 
     def _mirrored(self, module: nn.Module) -> nn.Module:
-        """A copy without its attributes yet, but for modules and buffers; or the module itself."""
+        """The module itself where it can be shared; else a copy with modules and buffers, but no other attributes."""
         if id(module) in self._modules:
             return self._modules[id(module)]
         attributes, modules, buffers = state = _state(module)
@@ -109,7 +110,7 @@ class ModelView:
         return {"_buffers": buffers, "_parameters": attributes["_parameters"]}
 
     def _own(self, value: Any) -> Any:
-        """The view's own form of a config, a module, or a method of one: a `forward` that hooks have wrapped."""
+        """The view's own form of an attribute: a config, a module, or a method of one, such as a wrapped `forward`."""
         match value:
             case PretrainedConfig():
                 config = copy.deepcopy(value, self._configs)

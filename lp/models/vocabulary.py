@@ -6,6 +6,6 @@ from typing import Any
 
 
 def embedded_tokens(model: Any) -> int:
-    """How many tokens have an embedding."""
+    """How many token ids a model has an embedding for; ids from that number on cannot be its input."""
     embedding = model.get_input_embeddings()
     return getattr(embedding, "num_embeddings", None) or int(embedding.weight.shape[0])

@@ -1,10 +1,10 @@
-"""The weights of linear layers in memory as products read them fastest.
+"""Lay out the weights of linear layers in memory as matrix products read them fastest.
 
 On a GPU the layers of one input are merged: one product computes all of them. On a CPU each weight is the transpose of
 one that lies row by row: with few tokens the matrix library reads it up to 1.5 times as fast
-(docs/experiments/step-time.md). The layers' own weights become views of that memory. None is there twice, what changes
-a layer's weight in place changes what products read, and the layers work as before: on their own, copied, trained,
-saved by transformers or torch. What needs contiguous tensors, as safetensors' own `save_file`, needs `restore` first.
+(docs/experiments/step-time.md). The layers' own weights become views of that memory, so none is there twice. A weight
+that is changed in place changes what products read, and the layers work as before: on their own, copied, trained, saved
+by transformers or torch. What needs contiguous tensors, such as safetensors' own `save_file`, needs `restore` first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LOCK = Lock()  # ranks that are threads share a model
 
 
 def is_mergeable(linears: Sequence[Any]) -> bool:
-    """Whether these are plain linear layers of one dtype on one device, whose weights may move in memory."""
+    """Whether these are plain linear layers of one dtype on one device, whose weights may be moved in memory."""
     if any(type(linear) is not nn.Linear for linear in linears):
         return False
     biased = {linear.bias is not None for linear in linears}
@@ -44,10 +44,14 @@ def _is_plain(parameter: Any) -> bool:
 
 
 def laid_out(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-    """The rows of all parameters: in one tensor on a GPU, on a CPU a tensor each, of which the parameters are views.
+    """Move the weights of linear layers that have a common input to where matrix products read them fastest.
 
     Args:
-        parameters: such as `is_mergeable` has checked, alike but for the number of rows.
+        parameters: weights or biases of layers that pass `is_mergeable`; equal in shape but for the number of rows.
+
+    Returns:
+        On a GPU one tensor with the rows of all parameters, on a CPU a tensor for each; the parameters are views of
+        them.
     """
     with _LOCK, torch.inference_mode(False), torch.no_grad():  # the model may be trained later
         if parameters[0].device.type == "cpu":
@@ -81,7 +85,7 @@ def _is_merged(parameters: Sequence[nn.Parameter]) -> bool:
 
 
 def restore(model: nn.Module) -> None:
-    """Give every weight a contiguous memory of its own again."""
+    """Undo `laid_out` for all weights of a model: each gets contiguous memory of its own."""
     with _LOCK, torch.inference_mode(False), torch.no_grad():
         for parameter in model.parameters():
             shared = parameter.untyped_storage().nbytes() > parameter.nbytes
