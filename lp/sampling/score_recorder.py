@@ -35,8 +35,7 @@ class RecordingSampler(Sampler):
     def scores(
         self, logits: torch.Tensor, branches: Sequence[Sequence[int] | None], text: Sequence[int]
     ) -> torch.Tensor:
-        """Scores (n, V) of the inner sampler; `record` will need them, and the logits. Arguments: see `Sampler.scores`.
-        """
+        """Scores (n, V) of the inner sampler; `record` will need them and the logits. See `Sampler.scores`."""
         scores = self.inner.scores(logits, branches, text)
         self._step = {"logits": logits, "scores": scores}
         return scores
