@@ -91,7 +91,7 @@ class AttentionSchema:
 
 @dataclass
 class GreedySchema:
-    """Greedy decoding has nothing to set."""
+    """Keys of sampling=greedy: none, as greedy decoding has nothing to set."""
 
     HINT: ClassVar[str] = "sampling=sample has temperature, top_p and others"
 
@@ -153,14 +153,14 @@ class TaskSchema:
 
 @dataclass
 class PlainSchema:
-    """Plain decoding has nothing to set."""
+    """Keys of decoder=plain: none, as plain decoding (one token a step) has nothing to set."""
 
     name: str = "plain"
 
 
 @dataclass
 class AutoregressiveSchema:
-    """The oracle has nothing to set."""
+    """Keys of decoder=autoregressive: none, as transformers' own decoding, which others are compared with, has none."""
 
     name: str = "autoregressive"
 
@@ -248,9 +248,9 @@ class Texts(Common):
     Args:
         json_schema: a file with a JSON schema, which every text follows (extra `grammar`); lp generate keeps no journal
             of such texts.
-        generation_config: whether the checkpoint's generation_config.json is followed: auto (penalties, suppressed
-            tokens and the like; where it samples, texts are sampled under `seed` unless sampling=sample, or a chat's
-            /set temperature=0, says how), or none.
+        generation_config: whether the checkpoint's generation_config.json is followed: auto or none. With auto its
+            penalties, suppressed tokens and the like hold; where it samples, so do texts, under `seed`, unless
+            sampling=sample or a chat's /set temperature=0 says otherwise.
     """
 
     json_schema: str | None = None
@@ -321,7 +321,7 @@ class BenchmarkConfig(Tasked):
 
 @dataclass
 class LinkSchema:
-    """An all-gather over R ranks of so many bytes each: base + (R - 1) x (hop + bytes / bandwidth).
+    """A link between ranks, for projections: an all-gather takes base + (R - 1) x (hop + bytes of a rank / bandwidth).
 
     Args:
         base_us: microseconds of any collective.
@@ -616,13 +616,13 @@ class DecoderChoice:
         return name in {item.name for item in fields(self.config)}
 
     def schema(self, name: str) -> type:
-        """The dataclass into which Hydra merges the keys of this decoder.
+        """The dataclass into which Hydra merges this decoder's own keys, below `decoder.`.
 
         Left out are fields that are keys of the app (W, N, G, the pool), that this choice sets, or that only Python
         sets.
 
         Args:
-            name: name of the choice.
+            name: name of the choice, as in decoder=NAME.
         """
         return mirror(self.config, name, without={*SHAPE_KEYS, *POOL_KEYS, *self.values, *PYTHON_ALONE})
 
@@ -707,7 +707,7 @@ def _refuse_extras(node: Any, prefix: str) -> None:
 
 
 def register() -> None:
-    """Give Hydra the schemas and choices of which conf/ has no files: the apps' keys, decoders, samplings, shapes."""
+    """Register in Hydra what conf/ has no files of: the apps' keys, and choices of decoders, samplings and shapes."""
     schemas = {
         "generate": Config,
         "chat": ChatConfig,

@@ -139,11 +139,15 @@ class Session(Generic[C]):
 
     @property
     def in_distribution(self) -> bool:
-        """Whether texts equal plain sampling's in distribution only (rejection): tokens that differ are no error."""
+        """Whether texts equal plain sampling's in distribution only (rejection sampling), and tokens may differ."""
         return self.sampling is not None and self.sampling.verifier is lp.Verifier.REJECTION
 
     def of_rank_0(self, value: Any) -> Any:
-        """Rank 0's value on every rank, which all must call; it must be plain data, as it travels as JSON."""
+        """Rank 0's value on every rank, all of which must call. It is sent as JSON.
+
+        Args:
+            value: plain data; only rank 0's is looked at.
+        """
         return json.loads(self.context.share_text(json.dumps(value)) or "null")
 
     def _stops(self) -> dict[str, Any]:

@@ -127,7 +127,7 @@ def duration(seconds: float) -> str:
 
 @contextmanager
 def waits_shown() -> Iterator[None]:
-    """Within the block, rank 0 shows long waits on stderr; other ranks show nothing."""
+    """Within the block, rank 0 shows long waits, such as loading weights, on stderr; other ranks show nothing."""
     if rank() > 0 or sys.stderr is None:
         yield
         return

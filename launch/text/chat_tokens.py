@@ -138,7 +138,7 @@ class HiddenTokens:
         return bool(self._special.search(text))
 
     def hide(self, value: Any) -> Any:
-        """A copy of a value in which every special token is a mark; lists and dicts are searched for strings.
+        """A copy of a value with every special token replaced by a mark, in all strings of its lists and dicts.
 
         Args:
             value: messages, or other arguments of a chat template.

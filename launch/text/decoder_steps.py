@@ -73,20 +73,20 @@ class Step:
         self.index = -1
 
     def feed(self, part: Part) -> Parts:
-        """Take the next part, and return the parts that are certain now."""
+        """Take the next part of a token, and return the parts of text that no later token can change."""
         self.index += part.begins
         return [Part(self.inside(part.text) if self.index else self.first(part.text), part.begins)]
 
     def finish(self) -> Parts:
-        """The parts that were held back, when the text has ended."""
+        """Return the parts of text that were held back; called when the last token has come."""
         return []
 
     def inside(self, text: str) -> str:
-        """The text of a token with other tokens before and behind it."""
+        """What this step makes of a token with others before and behind it: a token's text by itself."""
         return text
 
     def first(self, text: str) -> str:
-        """The text of a token that begins a text, where some decoders drop a space."""
+        """What this step makes of the first token of a text, where some decoders drop a space."""
         return self.inside(text)
 
 
@@ -141,7 +141,7 @@ class Joined(Step):
 
 
 class ByteLevel(WholeUnits):
-    """Decodes byte-level tokens, as GPT-2 has them: each character stands for a byte. All tokens become one unit."""
+    """Decodes byte-level tokens, as GPT-2 has them: each character stands for a byte. All tokens become one text."""
 
     def of_unit(self, text: str) -> Parts:
         return [Part(self.inside(text), not self.index)]
@@ -214,7 +214,7 @@ class Metaspace(Step):
 
 
 class Fuse(Step):
-    """Joins all units to one."""
+    """Joins all tokens to one string, so that later decoder steps look at the text as a whole."""
 
     def feed(self, part: Part) -> Parts:
         self.index += part.begins

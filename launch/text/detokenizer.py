@@ -72,7 +72,7 @@ class Vocabulary:
         return piece if isinstance(piece, str) else None
 
     def data(self, token: int) -> bytes | None:
-        """The bytes that a token adds within a text; None if its bytes can't be found from decoded texts."""
+        """The bytes that a token adds to a text, b"" for a special one; None where decoded texts do not show them."""
         if self.special(token) is not None:
             return b""
         if self._steps is not None:
@@ -136,7 +136,7 @@ class Detokenizer:
         return "".join(self.add(token).text for token in tokens)
 
     def add(self, token: int) -> TokenText:
-        """Take the next token of the text, and return the characters that it completes with its bytes."""
+        """Take the next token of the text: its bytes, and the characters that it completes."""
         text = self._fed(token)
         self._wrote |= bool(text)
         self.begun |= bool(text)
@@ -145,7 +145,7 @@ class Detokenizer:
 
     @property
     def waiting(self) -> bytes:
-        """Bytes so far of a character that is not complete."""
+        """Bytes of the last character so far, while it is not complete; b"" if it is."""
         return self._characters.getstate()[0]
 
     def flush(self) -> str:

@@ -27,7 +27,7 @@ AUTO, NONE = "auto", "none"  # whether decoders follow the checkpoint's
 
 
 class Does(StrEnum):
-    """What lp does with a field of a generation config."""
+    """What lp does with a field of a generation config: follow it, leave it unused, or refuse it."""
 
     SCORES = "scores"  # done by a processor of transformers', on every node of a step
     CALL = "call"  # length, ends and outputs of a call: transformers hands them over, decoders have arguments for them

@@ -47,7 +47,7 @@ class Unique:
 
 @dataclass(frozen=True)
 class Mark:
-    """A place where a list of different items begins; no grammar alone says so, but `lp.sampling.unique_items`."""
+    """Marks in a grammar where a list of different items begins, for `lp.sampling.unique_items`, which enforces it."""
 
 
 Part = Node | Lexeme | Unique | Mark

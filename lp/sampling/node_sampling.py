@@ -128,7 +128,7 @@ class ScoreRules:
 
     @property
     def counts(self) -> bool:
-        """Whether there is a penalty, which needs to know how often each token came before a node."""
+        """Whether a penalty needs to know how often each token came before a node."""
         return bool(self.operations & COUNTING)
 
     @cached_property
@@ -162,7 +162,7 @@ def _numbers_of(processor: LogitsProcessor, padding: int) -> dict[str, float] | 
 
 
 class CallRules(NamedTuple):
-    """The shape of a call that samples nodes: a captured step serves all calls whose shape fits, whatever the numbers.
+    """What a call does to scores, whatever its texts' numbers are: decides which captured step can do the call.
 
     Attributes:
         operations: operations that some text of the call asks for.
@@ -193,12 +193,12 @@ class CallRules(NamedTuple):
 
     @property
     def counts(self) -> bool:
-        """Whether some text has a penalty, which needs to know how often each token came before a node."""
+        """Whether some text's penalty needs to know how often each token came before a node."""
         return bool(self.operations & COUNTING)
 
     @property
     def shardable(self) -> bool:
-        """Whether a rank can score its own part of the vocabulary, given the k best scores of the whole vocabulary."""
+        """Whether a rank with a part of the LM head can process that part's scores, given the k best of all."""
         within = Operation.TEMPERATURE | Operation.TOP_K
         return not (self.functions_key or self.operations & ~within)
 
@@ -365,7 +365,7 @@ def counts_at_nodes(
 
 
 def finite_argmax(scores: torch.Tensor) -> torch.Tensor:
-    """The token of every node: argmax of its scores, int64 (n,); INVALID_TOKEN where a score is NaN or +inf.
+    """The token of every node: argmax of its scores, int64 (n,); INVALID_TOKEN where it would be by NaN or +inf.
 
     Args:
         scores: (n, V).

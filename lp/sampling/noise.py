@@ -132,8 +132,7 @@ def fill_noise(noise_SV: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor) -
 
 
 def fill_noise_rows(noise_SV: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor) -> None:
-    """Write the Gumbel noise of n positions into rows of a buffer, in plain torch: `fill_noise` where there is no
-    kernel.
+    """Write the Gumbel noise of n positions into rows of a buffer, in plain torch, where there is no kernel.
 
     Args:
         noise_SV: float32 or float64 (S, V); changed.
@@ -206,7 +205,7 @@ class NoiseCache:
 
     @property
     def shape(self) -> tuple[int, int, torch.dtype]:
-        """C, V and dtype; sequences with equal ones can have one buffer."""
+        """C, V and dtype; sequences whose caches have equal ones can share a buffer."""
         return self.capacity, self.vocabulary, self.dtype
 
     def buffer(self, texts: int) -> torch.Tensor:

@@ -25,8 +25,7 @@ EXACT_INTEGERS = 1 << 53  # of floats; those beyond stand for their neighbours, 
 
 
 def integer_terminal(low: int | None, high: int | None) -> str:
-    """The right side of a Lark terminal that matches the integers in [low, high]: "/-?(?:0|[1-9][0-9]*)/" without
-    bounds.
+    """The right side of a Lark terminal that matches the integers in [low, high], for a JSON schema's bounds.
 
     Args:
         low, high: the bounds; None: there is none.
@@ -49,8 +48,7 @@ def number_terminal(low: Fraction | None, high: Fraction | None) -> str:
 
 
 def next_number(bound: Fraction, up: bool) -> Fraction:
-    """The inclusive bound that stands for an exclusive one: the next float, as exactly the decimals that it is written
-    with.
+    """The inclusive bound that stands for an exclusive one: the next float, by the decimals of its repr.
 
     Args:
         bound: the exclusive bound.

@@ -21,9 +21,7 @@ MOST_PENALTY = 1e6
 
 
 class Verifier(StrEnum):
-    """How the draft tokens of sampled text are verified: one seed gives one text (coupled), or by the paper's Algorithm
-    4.
-    """
+    """How draft tokens of sampled text are verified: one seed gives one text, or the paper's Algorithm 4."""
 
     COUPLED = "coupled"
     REJECTION = "rejection"
@@ -88,15 +86,11 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether each token is the likeliest one behind the repetition penalty, and none is drawn: the temperature is
-        0.
-        """
+        """Whether each token is the likeliest one behind the repetition penalty, and none is drawn."""
         return self.temperature == 0
 
     def processors(self) -> list[LogitsProcessor]:
-        """transformers' logits processors for these settings, in the order of its `generate`; none for what changes
-        nothing.
-        """
+        """transformers' logits processors for these settings, in the order of its `generate`."""
         import transformers as tf  # takes seconds, and the apps' --help needs no processor
 
         settings: tuple[tuple[Callable[[Any], LogitsProcessor], float, float], ...] = (  # the last: changes nothing
@@ -115,7 +109,7 @@ class SamplingParams:
 
 
 def is_greedy(sampling: SamplingParams | None) -> bool:
-    """Whether every token is the likeliest one and none is drawn: `sampling` is None or has a temperature of 0."""
+    """Whether every token is the likeliest one and none is drawn: `sampling` is None, or its temperature is 0."""
     return sampling is None or sampling.greedy
 
 

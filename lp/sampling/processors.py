@@ -118,15 +118,11 @@ class BranchProcessors:
 
     @property
     def changing(self) -> list[str]:
-        """Class names of processors that may make NaN or infinite scores of finite logits, for the message about such
-        scores.
-        """
+        """Class names of processors that may make NaN or infinite scores of finite logits, for an error's message."""
         return [type(processor).__name__ for processor in self._processors if type(processor) not in KEEP_FINITE]
 
     def settings(self) -> list[Any]:
-        """(class name, plain settings) of each processor: ranks compare them before a call, as equal tokens need equal
-        ones.
-        """
+        """(class name, plain settings) of each processor, which ranks compare before a call."""
         return [(type(processor).__name__, plain_settings(vars(processor))) for processor in self._processors]
 
     def __call__(

@@ -192,10 +192,10 @@ def takes_nothing(node: Node) -> bool:
 
 
 class Reader:
-    """Reads a pattern or an EBNF grammar, character by character; subclasses know the syntax within an alternative.
+    """Base of the readers of patterns and of EBNF, which have groups and alternatives in common.
 
     Args:
-        text: what is read.
+        text: what is read, character by character.
     """
 
     def __init__(self, text: str) -> None:
@@ -667,7 +667,7 @@ def lengths(node: Node) -> tuple[int, int | None]:
 
 
 def names(node: Node) -> set[str]:
-    """Names of the rules that a grammar's node refers to."""
+    """Names of the rules that an expression refers to, as the body of a grammar's rule does."""
     match node:
         case Rule(name):
             return {name}
@@ -679,5 +679,5 @@ def names(node: Node) -> set[str]:
 
 
 def joined(parts: Sequence[Node]) -> Node:
-    """One node for parts that come one after the other."""
+    """The expression of parts that come one after the other: the part itself if there is only one."""
     return parts[0] if len(parts) == 1 else Seq(tuple(parts))

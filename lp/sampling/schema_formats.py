@@ -73,5 +73,5 @@ REFUSED = (
 
 @cache
 def format_language(name: str) -> Node:
-    """The expression of the strings of an enforced format, such as "date"."""
+    """The expression that matches the strings of an enforced `format` of JSON schemas, such as "date"."""
     return whole(ENFORCED[name])

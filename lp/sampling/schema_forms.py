@@ -165,7 +165,7 @@ class List:
     places: Places = field(default=(), compare=False)
 
     def item(self, index: int) -> Demand:
-        """The demand that the item at this index follows."""
+        """The demand on the item at an index: the places in the schema that it must follow."""
         return self.first[index] if index < len(self.first) else self.rest
 
     def joined(self, other: List) -> List | None:
@@ -240,12 +240,12 @@ FORMS: dict[str, Union] = {
 
 
 def all_forms(types: Iterable[str] = TYPES) -> Union:
-    """The union of all values of these JSON types."""
+    """The union of all JSON values of these types, such as ["string", "null"]."""
     return tuple(form for name in types for form in FORMS[name])
 
 
 def type_of(form: Form) -> str:
-    """JSON's name of the type of a form's values, such as "array"."""
+    """JSON's name of the type of a form's values: "array" for `List`."""
     if isinstance(form, Value):
         return type_of_value(form.value)
     return {Number: "number", Text: "string", List: "array", Object: "object"}[type(form)]

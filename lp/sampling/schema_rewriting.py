@@ -73,7 +73,7 @@ class Rewriting:
     # --- demands
 
     def demand(self, pointer: str) -> Demand:
-        """The demand that a value follows the schema at a JSON pointer."""
+        """The demand that a value follows the schema at a JSON pointer; ANYTHING if that is true, NOTHING if false."""
         part = self.document.at(pointer)
         if part is True or part == {}:
             return ANYTHING
@@ -82,13 +82,17 @@ class Rewriting:
         return frozenset({Place(pointer)})
 
     def inverses(self, demand: Demand) -> list[Demand]:
-        """The demands into which "not this demand" falls: a value follows one of them exactly if it breaks this one."""
+        """Demands that together say "not this demand": a value breaks it exactly if it follows one of these.
+
+        Args:
+            demand: places in the schema, all of which a value must follow.
+        """
         if demand == NOTHING:
             return [ANYTHING]
         return [frozenset({Place(place.pointer, not place.negated)}) for place in sorted(demand)]
 
     def union(self, demand: Demand) -> Union:
-        """The union of the values that follow a demand.
+        """The values that follow the schema at all places of a demand, as a union of forms.
 
         Raises:
             ValueError: a keyword has no exact form; named with its place.
@@ -108,11 +112,11 @@ class Rewriting:
         return self._unions[demand]
 
     def has(self, demand: Demand, value: Any) -> bool:
-        """Whether a JSON value, as Python data, follows a demand."""
+        """Whether a JSON value, as Python data, follows the schema at all places of a demand."""
         return any(self.form_has(form, value) for form in self.union(demand))
 
     def form_has(self, form: Form, value: Any) -> bool:
-        """Whether a JSON value, as Python data, is of a form."""
+        """Whether a form, such as numbers of a range, has a JSON value, given as Python data."""
         if type_of(form) != type_of_value(value):
             return False
         self._count_work()
@@ -148,10 +152,10 @@ class Rewriting:
         return self._languages[node]
 
     def property(self, form: Object, name: str) -> Demand:
-        """The demand on the value of an object's property.
+        """The demand on an object's property: the places in the schema that its value must follow.
 
         Args:
-            form: the objects.
+            form: objects that have the property.
             name: the property's name.
         """
         demand: Demand = ANYTHING
@@ -358,7 +362,7 @@ class Rewriting:
 
 
 def text_language(form: Text) -> Node:
-    """The expression of a form's strings: of the right length, and matched by all its expressions."""
+    """The expression of the strings of a form: within its bounds of length, and matched by all its expressions."""
     return And((Repeat(ANY, form.least, form.most), *form.languages))
 
 
@@ -664,12 +668,12 @@ RULES: dict[str, Rule] = {
 
 
 def value_form(value: Any) -> Value:
-    """The form of one JSON value, as `const` and `enum` name it."""
+    """The form of one JSON value, as a schema gives it in `const` or `enum`."""
     return Value(canonical(value), value)
 
 
 def canonical(value: Any) -> str:
-    """A text by which two JSON values are compared as they are written: 1 and 1.0 have different ones."""
+    """A text that is equal for values that are written alike, and other for 1 and 1.0: forms are compared by it."""
     match value:
         case None | bool():
             return str(value)

@@ -38,15 +38,14 @@ class TopLogits(NamedTuple):
 
 
 def pack_top_logits(scores: torch.Tensor, k: int) -> torch.Tensor:
-    """The k best tokens of every node with their logits, as a message between ranks carries them; on the device of
-    `scores`.
+    """The k best tokens of every node with their logits, packed for a message between ranks.
 
     Args:
         scores: (n, V).
         k: how many tokens to take of every node; at most V are taken.
 
     Returns:
-        int64 (n, min(k, V)), best first.
+        int64 (n, min(k, V)), best first, on the device of `scores`.
     """
     import torch  # here: draft sources, which the apps list for `--help`, need numpy alone
 

@@ -63,7 +63,7 @@ class Words:
 
     @cached_property
     def of_several_items(self) -> list[int]:
-        """Token ids that can end an item and go on to the next one, such as that of `",`, or end an odd number."""
+        """Token ids that may end an item and go on, as that of `",` does, or end a number such as 1.0."""
         return [token for token, data in enumerate(self.data) if ENDS.search(data)]
 
     @cached_property
@@ -93,7 +93,7 @@ class _Items(NamedTuple):
         return bool(NUMBER.match(self.item))
 
     def next(self) -> _Items | None:
-        """The list when the item under way has ended; None if that item came before."""
+        """The list once the item under way has ended; None if an equal item came before."""
         if not self.item:
             return self
         value = comparable(json.loads(self.item.decode()))
