@@ -1,6 +1,6 @@
-"""What comes before Hydra: a prompt as it is, without the quoting that Hydra's overrides ask for.
+"""Arguments that are taken before Hydra: a prompt as it is, and files, without the quoting of Hydra's overrides.
 
-The text goes to the config through the environment variable LP_PROMPT, which conf/ refers to, so that ranks and jobs
+The prompt goes to the config through the environment variable LP_PROMPT, which conf/ refers to, so that ranks and jobs
 that this process launches have it too.
 """
 
@@ -28,9 +28,11 @@ WITH_VALUE = {
 def take_prompt(args: Sequence[str], positional: bool) -> list[str]:
     """Take the prompt out of an app's arguments: `--prompt TEXT`, or a text by itself; `-` is standard input.
 
+    The prompt is put into the environment as LP_PROMPT.
+
     Args:
-        args: what the user typed behind the app.
-        positional: whether a text by itself is a prompt. What follows `--` always is; what reads as KEY=VALUE never.
+        args: what the user typed behind the app's name.
+        positional: whether a text by itself is a prompt; KEY=VALUE never is, and what follows `--` always.
 
     Returns:
         The other arguments, which are Hydra's.
@@ -69,11 +71,11 @@ def take_prompt(args: Sequence[str], positional: bool) -> list[str]:
 
 
 def take_files(args: Sequence[str], keys: Sequence[str]) -> list[str]:
-    """Give files that stand by themselves in an app's arguments their keys: `in.jsonl out.jsonl`, or `in=in.jsonl`.
+    """Turn files that stand by themselves in an app's arguments into overrides: `in.jsonl` into `input='in.jsonl'`.
 
     Args:
-        args: what the user typed behind the app.
-        keys: keys of the files, in their order.
+        args: what the user typed behind the app's name.
+        keys: keys for the files, in the order in which the files stand.
 
     Returns:
         Hydra's arguments.
@@ -103,7 +105,7 @@ def take_files(args: Sequence[str], keys: Sequence[str]) -> list[str]:
 
 
 def quoted(text: str) -> str:
-    """A text as one value of Hydra's, whatever characters it has."""
+    """A text as one value in Hydra's syntax of overrides, in single quotes, whatever characters it has."""
     escaped = re.sub(r"(\\*)'", r"\1\1\\'", text)
     trailing = re.search(r"\\*$", escaped)
     assert trailing
@@ -111,7 +113,7 @@ def quoted(text: str) -> str:
 
 
 def overrides_first(args: Sequence[str]) -> list[str]:
-    """Overrides, then Hydra's options: argparse takes them on one side of an option, and shows what it refuses.
+    """An app's arguments with all overrides before Hydra's options; argparse takes them on one side alone.
 
     Args:
         args: command line arguments, without a prompt.
@@ -130,7 +132,7 @@ def overrides_first(args: Sequence[str]) -> list[str]:
 
 
 def read_stdin() -> str:
-    """The text that standard input holds, up to its end.
+    """All text of standard input.
 
     Raises:
         UserError: it is closed, or not text.
@@ -152,6 +154,12 @@ def _text(prompt: str) -> str:
 
 
 def closest(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """`; did you mean X?`, X with this prefix, where a known name is much like this one, else nothing."""
+    """The end of a message about an unknown name: "; did you mean 'pool.scope'?", or "" if no known name is like it.
+
+    Args:
+        name: what the user wrote.
+        known: names that there are.
+        prefix: put before the suggested name.
+    """
     found = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {prefix + found[0]!r}?" if found else ""

@@ -1,4 +1,4 @@
-"""Makes decoders from their names and the run's config."""
+"""Decoders by name: functions that build them for a loaded model, from the run's config."""
 
 from __future__ import annotations
 
@@ -26,12 +26,19 @@ D = TypeVar("D", bound=Decoder)
 
 
 def decoder_names() -> tuple[str, ...]:
-    """Names of all decoders: plain decoding, the oracle and every registered draft source."""
+    """Names that `decoder=` takes: plain decoding, the oracle (autoregressive), and every registered draft source."""
     return tuple(dict.fromkeys([*METHODS, ORACLE, *decoder_choices()]))
 
 
 def decoder_builders(config: Common, names: Iterable[str]) -> Builders:
-    """How to build the decoders of these names; their configs are checked now.
+    """Functions that build these decoders for a loaded model; their settings are checked now, before it is loaded.
+
+    Args:
+        config: the run's config.
+        names: names of decoders, such as "lookahead".
+
+    Returns:
+        (model, context) -> decoder, by name.
 
     Raises:
         ValueError: a value out of range, or a decoder whose package is not installed.
@@ -54,7 +61,11 @@ def decoder_builders(config: Common, names: Iterable[str]) -> Builders:
 
 
 def guess_set_sizes(config: Common, names: Iterable[str]) -> dict[str, int]:
-    """G of each of these decoders that has one.
+    """G (the paper's guess_set_size) by name, of the decoders that have a G.
+
+    Args:
+        config: the run's config.
+        names: names of decoders.
 
     Raises:
         ValueError: a value out of range.
@@ -64,7 +75,11 @@ def guess_set_sizes(config: Common, names: Iterable[str]) -> dict[str, int]:
 
 
 def draft_configs(config: Common, names: Iterable[str]) -> dict[str, DraftConfig]:
-    """The settings of each of these decoders that drafts.
+    """Settings of draft sources by name, of the decoders that draft.
+
+    Args:
+        config: the run's config.
+        names: names of decoders; plain decoding and the oracle draft nothing, and are left out.
 
     Raises:
         ValueError: a value out of range.
@@ -74,14 +89,22 @@ def draft_configs(config: Common, names: Iterable[str]) -> dict[str, DraftConfig
 
 
 def has_pool(names: Iterable[str]) -> bool:
-    """Whether one of these decoders has an n-gram pool."""
+    """Whether one of these decoders drafts from an n-gram pool.
+
+    Args:
+        names: names of decoders.
+    """
     choices = decoder_choices()
     return any(choices[name].has(field) for name in names if name in choices for field in POOL_KEYS)
 
 
 def measured(decoder: D) -> D:
-    """A decoder whose texts are those of the run's own sampling, whatever the checkpoint's generation config says: what
-    is measured is the same for all models. Apps that follow the config ask for it in every call.
+    """Make a decoder ignore the checkpoint's generation config, so that runs of different models are measured alike.
+
+    Apps that follow that config ask for it themselves.
+
+    Args:
+        decoder: changed, and returned.
     """
     decoder.follows = NONE
     return decoder
@@ -101,7 +124,7 @@ def _builder(name: str, config: Common) -> Builder:
 
 
 def _settings(name: str, config: Common) -> DraftConfig:
-    """A decoder's settings: the user's for the one that was chosen; for others defaults, the run's W, N, G and pool."""
+    """A decoder's settings: the user's if it is the chosen one, else defaults; W, N, G and the pool are the run's."""
     choice = decoder_choices()[name]
     given = {field: value for field, value in shape_and_pool(config).items() if choice.has(field)}
     if config.decoder.name == name:
@@ -110,6 +133,6 @@ def _settings(name: str, config: Common) -> DraftConfig:
 
 
 def shape_and_pool(config: Common) -> dict[str, Any]:
-    """The run's W, N, G and pool, as fields of a draft source's config; without those that are null."""
+    """The run's W, N, G and pool by field of draft sources' configs, such as window_size; null ones are left out."""
     values = {field: attrgetter(key)(config) for field, key in (SHAPE_KEYS | POOL_KEYS).items()}
     return {field: value for field, value in values.items() if value is not None}

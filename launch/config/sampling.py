@@ -1,4 +1,4 @@
-"""How the tokens of a run are sampled: by its config, else by the checkpoint; in words, too."""
+"""How the tokens of a run are sampled: as the config says, else as the checkpoint does; and a line that says it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .schema import Common, frozen
 def seeded(
     sampling: lp.SamplingParams | None, context: lp.ParallelContext, before: int | None = None
 ) -> lp.SamplingParams | None:
-    """Sampling with its seed known on every rank and for every run, or they could not be compared.
+    """Sampling with a known seed that is equal on all ranks and for all texts of a run, so that they can be compared.
 
     Args:
-        sampling: sampling as the user gave it.
-        context: the ranks, of which rank 0 draws a seed if none was given.
-        before: the seed of a run that goes on.
+        sampling: the user's; greedy sampling, and one with a seed, stay as they are.
+        context: the ranks; rank 0 draws a seed if none was given.
+        before: seed of the interrupted run that this one goes on with; None: there is none.
     """
     if sampling is None or sampling.greedy or sampling.seed is not None:
         return sampling
@@ -31,11 +31,11 @@ def seeded(
 def sampled_by_checkpoint(
     sampling: lp.SamplingParams | None, checkpoint: Checkpoint, seed: int | None
 ) -> lp.SamplingParams | None:
-    """The run's sampling; where it is not set and the checkpoint samples, the checkpoint's.
+    """The run's sampling; if the user chose none, the checkpoint's.
 
     Args:
-        sampling: the run's sampling; None is greedy, the apps' default.
-        checkpoint: what is followed of the model's.
+        sampling: the user's; None is greedy, the apps' default.
+        checkpoint: what is followed of the checkpoint's generation config.
         seed: the run's seed.
     """
     if sampling is not None or not checkpoint.samples:
@@ -44,7 +44,7 @@ def sampled_by_checkpoint(
 
 
 def sampling_of(config: Common) -> lp.SamplingParams | None:
-    """How tokens are sampled; None is greedy.
+    """The sampling that a config asks for; None is greedy.
 
     Raises:
         ValueError: a value out of range.
@@ -58,7 +58,10 @@ def sampling_of(config: Common) -> lp.SamplingParams | None:
 
 
 def describe_sampling(sampling: lp.SamplingParams | None) -> str:
-    """The temperature, the seed, the verifier, and what else is not as by default."""
+    """Sampling in words, for tables: "greedy", or "sampled with temperature=0.8 seed=1 verifier=coupled".
+
+    Settings that have their default values are left out, but for these three.
+    """
     if sampling is None:
         return "greedy"
     if sampling.greedy:

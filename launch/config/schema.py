@@ -1,4 +1,4 @@
-"""Every key of the apps, once: its type and default are a field here, and its text is the field's entry under Args.
+"""Every key of the apps, once: type and default are a field here, and the text is the field's entry under Args.
 
 `--help` and docs/reference/config.md are made of it, and the files of conf/ repeat none of it: conf/APP.yaml says which
 choices of the config groups the app begins with, and the files of a group set what is particular to a model, a task or
@@ -40,14 +40,14 @@ LOOKAHEAD_PRESETS = {"lookahead_auto": {"adaptive": True}, "lookahead": {"adapti
 
 
 class Output(StrEnum):
-    """How an app reports; the names are what the user types."""
+    """What an app prints at its end: a table or a JSON object; users type these names."""
 
     table = "table"
     json = "json"
 
 
 class TextOutput(StrEnum):
-    """How an app reports whose first business is text."""
+    """What an app that generates texts prints: text and a table, text alone, or JSON; users type these names."""
 
     table = "table"
     text = "text"
@@ -91,7 +91,7 @@ class AttentionSchema:
 
 @dataclass
 class GreedySchema:
-    """Greedy decoding has nothing to set."""
+    """Keys of sampling=greedy: none, as greedy decoding has nothing to set."""
 
     HINT: ClassVar[str] = "sampling=sample has temperature, top_p and others"
 
@@ -153,14 +153,14 @@ class TaskSchema:
 
 @dataclass
 class PlainSchema:
-    """Plain decoding has nothing to set."""
+    """Keys of decoder=plain: none, as plain decoding (one token a step) has nothing to set."""
 
     name: str = "plain"
 
 
 @dataclass
 class AutoregressiveSchema:
-    """The oracle has nothing to set."""
+    """Keys of decoder=autoregressive: none, as transformers' own decoding, which others are compared with, has none."""
 
     name: str = "autoregressive"
 
@@ -248,9 +248,9 @@ class Texts(Common):
     Args:
         json_schema: a file with a JSON schema, which every text follows (extra `grammar`); lp generate keeps no journal
             of such texts.
-        generation_config: whether the checkpoint's generation_config.json is followed: auto (penalties, suppressed
-            tokens and the like; where it samples, texts are sampled under `seed` unless sampling=sample, or a chat's
-            /set temperature=0, says how), or none.
+        generation_config: whether the checkpoint's generation_config.json is followed: auto or none. With auto its
+            penalties, suppressed tokens and the like hold; where it samples, so do texts, under `seed`, unless
+            sampling=sample or a chat's /set temperature=0 says otherwise.
     """
 
     json_schema: str | None = None
@@ -321,7 +321,7 @@ class BenchmarkConfig(Tasked):
 
 @dataclass
 class LinkSchema:
-    """An all-gather over R ranks of so many bytes each: base + (R - 1) x (hop + bytes / bandwidth).
+    """A link between ranks, for projections: an all-gather takes base + (R - 1) x (hop + bytes of a rank / bandwidth).
 
     Args:
         base_us: microseconds of any collective.
@@ -337,7 +337,7 @@ class LinkSchema:
 
 
 def known_links() -> dict[str, LinkSchema]:
-    """Links whose figures are published, or measured here."""
+    """Links between GPUs or nodes by name, such as "nvlink", whose speeds are published, or were measured by us."""
     tuning = "NCCL src/graph/tuning.cc: ring, LL protocol"
     return {
         "nvlink": LinkSchema(6.6, 0.6, 87.7, f"{tuning}, NVLINK; its LL bandwidth on Ampere"),
@@ -443,21 +443,20 @@ class AnsweringConfig(Common):
             that give no temperature.
         api_key: the server's key: clients must send it, as Authorization: Bearer KEY, and lp batch sends it to
             `servers`; null: there is none. In the environment it stays out of `ps`.
-        served_name: what requests call the model: a name, or several, as in served_name='[a,b]', of which answers have
-            the first; '*' among them takes any name. null: its own name, or the last part of it; of a snapshot's folder
-            in the hub's cache, ORG/NAME.
+        served_name: the model's name in requests: one, or several, as in served_name='[a,b]'; answers have the first,
+            and '*' among them takes any name. null: its own name, or the last part of it; ORG/NAME for a snapshot's
+            folder in the hub's cache.
         adapters: folders of LoRA adapters that PEFT has saved, by name, as in adapters='{sql: /models/sql}': requests
             have each as a model of this name. null: there are none.
         chat_template: a file with a chat template (Jinja), in place of the model's own.
         max_sequences: texts that take steps together; further ones wait.
         cache_tokens: cache slots for all texts; null: half of the free memory, or what the longest texts need.
-        prefill_chunk: tokens of prompts in a step that other texts take part in.
+        prefill_chunk: most tokens of prompts that are read in a step, where other texts take part in it.
         max_body_bytes: largest body of a request.
         timeout_s: a request ends with an error after so many seconds; 0: never.
         drain_s: after Ctrl-C or SIGTERM, texts may go on for so many seconds.
-        journal: a folder for the requests under way, of this process alone, with the tokens of their texts. One that is
-            started again goes on behind them where the same request comes again within a day, its seed included. null:
-            none are kept.
+        journal: a folder, of this process alone, that keeps the tokens of texts under way. After a restart, a request
+            that comes again within a day, with its seed, goes on behind them. null: none are kept.
         reasoning: models that think first: the tokens around their reasoning, as in reasoning='[<think>,</think>]', or
             auto for those of known families. A chat's answer then has it apart, in reasoning_content, and a
             response_format begins behind it. null: an answer is all text, and a response_format begins with it.
@@ -568,11 +567,13 @@ class ProfileConfig(Common):
 
 
 def mirror(config: type, name: str, values: Mapping[str, Any] | None = None, without: Container[str] = ()) -> type:
-    """An unfrozen dataclass with the fields of `config` and a `name`, which tells the decoders apart.
+    """An unfrozen dataclass with the fields of a config, into which Hydra can merge YAML, and a `name` of its choice.
 
     An enum becomes a str: OmegaConf takes enums by member name, users know them by value.
 
     Args:
+        config: a frozen dataclass of lp, such as LookaheadConfig.
+        name: default of the added field `name`: the choice in the config group.
         values: defaults other than the config's own; strings may be interpolations.
         without: fields that are set by keys elsewhere, or in Python alone.
     """
@@ -600,29 +601,34 @@ PYTHON_ALONE = ("ablation", "warmup_steps", "max_spec_offset", "max_tree_depth",
 
 @dataclass(frozen=True)
 class DecoderChoice:
-    """One choice of the config group `decoder`.
+    """One choice of the config group `decoder`: a draft source, or a preset of its settings.
 
     Attributes:
-        config: the class of its config.
-        values: fields that this choice sets otherwise than the config's defaults.
+        config: class of the draft source's config.
+        values: fields that this choice sets, by name, such as adaptive=True of lookahead_auto.
     """
 
     config: Any
     values: Mapping[str, Any] = field(default_factory=dict)
 
     def has(self, name: str) -> bool:
-        """Whether the config has a field of this name."""
+        """Whether the config has a field of this name, such as "window_size"."""
         return name in {item.name for item in fields(self.config)}
 
     def schema(self, name: str) -> type:
-        """What Hydra merges into: the config's fields but W, N, G and the pool's, which are keys of the app, those that
-        the choice decides, and those that Python alone sets.
+        """The dataclass into which Hydra merges this decoder's own keys, below `decoder.`.
+
+        Left out are fields that are keys of the app (W, N, G, the pool), that this choice sets, or that only Python
+        sets.
+
+        Args:
+            name: name of the choice, as in decoder=NAME.
         """
         return mirror(self.config, name, without={*SHAPE_KEYS, *POOL_KEYS, *self.values, *PYTHON_ALONE})
 
 
 def decoder_choices() -> dict[str, DecoderChoice]:
-    """The config group `decoder` but for plain decoding: every draft source by its name, lookahead by its presets."""
+    """Choices of the config group `decoder` that draft, by name: every draft source, and lookahead's presets."""
     choices: dict[str, DecoderChoice] = {}
     for entry in sources():
         presets = LOOKAHEAD_PRESETS if entry.config is LookaheadConfig else {entry.name: {}}
@@ -631,10 +637,12 @@ def decoder_choices() -> dict[str, DecoderChoice]:
 
 
 def frozen(config: type[T], schema: Any, **others: Any) -> T:
-    """Build the config that `schema` mirrors.
+    """Build the frozen config of which Hydra has filled the unfrozen mirror; its values are checked.
 
     Args:
-        others: fields that `schema` has no keys of.
+        config: class of the config.
+        schema: the mirror (`mirror`), filled.
+        others: fields that the mirror lacks.
 
     Raises:
         ValueError: a value out of range, from the config itself.
@@ -644,11 +652,14 @@ def frozen(config: type[T], schema: Any, **others: Any) -> T:
 
 
 def settings(cfg: DictConfig) -> Any:
-    """The config of a job as the dataclass of its app, interpolations resolved.
+    """The config of a job as the dataclass of its app, with interpolations resolved.
+
+    Args:
+        cfg: the config as Hydra composed it.
 
     Raises:
-        ValueError: a key that the schema does not know; Hydra's `+key=value` lets it in. Or the name of another choice
-            of a group than the one whose keys these are.
+        ValueError: a key that the app does not have, which Hydra's `+key=value` lets in; or the settings of one choice
+            under the name of another, as with decoder=lookahead decoder.name=plain.
         OmegaConfBaseException: a missing or unreadable value.
     """
     config = OmegaConf.to_object(cfg)
@@ -659,7 +670,12 @@ def settings(cfg: DictConfig) -> Any:
 
 
 def unknown_key(key: str, schema: Any) -> str:
-    """A line that refuses `key`, whose last part is no field of `schema`: what replaced it, or the fields there are."""
+    """The line that refuses a key which an app does not have: what replaced it, or the keys that there are.
+
+    Args:
+        key: the key with its group, such as "pool.size".
+        schema: the dataclass that has no such field.
+    """
     if told := removal(key):
         return told
     known = [item.name for item in fields(schema)]
@@ -691,7 +707,7 @@ def _refuse_extras(node: Any, prefix: str) -> None:
 
 
 def register() -> None:
-    """Put the schemas where the defaults lists of conf/ find them, group `schema`; and what conf/ has no files for."""
+    """Register in Hydra what conf/ has no files of: the apps' keys, and choices of decoders, samplings and shapes."""
     schemas = {
         "generate": Config,
         "chat": ChatConfig,

@@ -1,4 +1,4 @@
-"""The prompts that a config asks for."""
+"""The prompts that a config asks for: the user's own, or those of a task."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .schema import Tasked
 
 
 def read_prompts(config: Tasked) -> list[Prompt]:
-    """The prompt, the prompt file, or the first prompts of the task.
+    """The prompts of a run: the config's prompt, its prompt_file, or the first prompts of its task.
 
     Raises:
         ValueError: an empty prompt, or a file that is missing or malformed.

@@ -1,8 +1,7 @@
-"""Errors of an app as a user wants to read them, and exit codes.
+"""What a user sees of an app's errors: one line, and an exit code.
 
-A user error is one line on stderr and exit code 2, as is a disk that is full or read-only, or a run folder that cannot
-be made; a rank that was lost is one line and exit code 1, Ctrl-C is exit code 130, SIGTERM 0 where the app ends as
-asked; anything else is a bug and has its traceback.
+The code is 2 after a user error, on a disk that is full or read-only, and where a run folder cannot be made; 1 after a
+lost rank; 130 after Ctrl-C; 0 after SIGTERM. Anything else is a bug and has its traceback.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ OURS = ("lp", "launch", "__main__")
 
 @contextlib.contextmanager
 def reported() -> Iterator[None]:
-    """Turn a user error into one line and an exit code.
+    """Within the block, an error that a user can mend becomes one line on stderr and an exit code; a bug passes.
 
     Raises:
-        SystemExit: 2 after a user error, or where a device is full, 1 after the loss or failure of a rank, 130 after
-            Ctrl-C, 0 after SIGTERM.
+        SystemExit: 2 after a user error, or where a disk or memory is full, 1 after the loss or failure of a rank, 130
+            after Ctrl-C, 0 after SIGTERM, 141 where the reader of stdout has gone.
     """
     try:
         yield
@@ -75,18 +74,22 @@ def reported() -> Iterator[None]:
 
 
 def _raised_by_hydra(error: Exception) -> bool:
-    """Whether it comes from Hydra, which makes the run's folder, and not from what Hydra runs."""
+    """Whether an error comes from Hydra's own code, which makes the run's folder, and not from the app in it."""
     names = [str(frame.f_globals["__name__"]).split(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)]
     return [name for name in names if name in ("hydra", *OURS)][-1:] == ["hydra"]
 
 
 def _drop_stdout() -> None:
-    """Python's own flush at exit must not fail once more."""
+    """Send the rest of stdout nowhere, so that Python's own flush at exit does not fail once more."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def explain(error: Exception) -> str:
-    """One line that names the key and the remedy."""
+    """One line for the user about an error in the config or its overrides: the key, and what to write instead.
+
+    Args:
+        error: Hydra's, OmegaConf's or a UserError.
+    """
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     if told := _removed(error, cause):
         return told
@@ -113,7 +116,7 @@ def explain(error: Exception) -> str:
 
 
 def _removed(error: Exception, cause: BaseException) -> str | None:
-    """What to write instead of a key that is gone, given as an override or in a file; None for any other error."""
+    """The line about a key of an earlier version: what to write instead; None for any other error."""
     override = re.search(r"Could not (?:override|delete from config\.) '([^']*)'", str(error))
     inner = error.__context__ if cause is error else cause
     place = getattr(inner, "full_key", None)
@@ -123,7 +126,7 @@ def _removed(error: Exception, cause: BaseException) -> str | None:
 
 
 def _is_of_key(error: Exception, cause: BaseException) -> bool:
-    """Whether a message would show the server's API key, however its name was written."""
+    """Whether an error's message would show the value of the server's API key, however that was written."""
     override = str(getattr(error, "override", None) or "")  # as it was typed
     of_prompt = override.startswith("prompt=") or "argument 'prompt=" in str(error)
     if isinstance(error, HydraException) and not of_prompt and names_key(f"{override} {error}"):
@@ -132,7 +135,7 @@ def _is_of_key(error: Exception, cause: BaseException) -> bool:
 
 
 def names_key(text: str) -> bool:
-    """Whether the server's API key is named, in whichever spelling: `api_key`, `--api-key`, `LP_API_KEY`."""
+    """Whether a text names the server's API key, in any spelling: `api_key`, `--api-key`, `LP_API_KEY`."""
     return "apikey" in text.lower().replace("_", "").replace("-", "")
 
 

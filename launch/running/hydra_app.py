@@ -1,4 +1,4 @@
-"""What every app starts with: Hydra around a task. HYDRA_FULL_ERROR=1 shows every traceback."""
+"""What every app starts with: Hydra composes the config and runs the task. HYDRA_FULL_ERROR=1 shows tracebacks."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own switch: raise, instead of printin
 
 
 def run(task: Callable[[Any], float | None], config_name: str = "generate") -> None:
-    """Compose the config from sys.argv and run the task, once or for every job of a sweep.
+    """Compose an app's config from sys.argv and run its task, once or for every job of a sweep.
 
     Args:
-        task: what the app does with its config.
-        config_name: name of the YAML file in conf/ that has the app's keys.
+        task: runs the app with its config; what it returns is a sweep's objective.
+        config_name: name of the YAML file in conf/ with the app's keys.
 
     Raises:
-        SystemExit: 2 after a user error, or where a device is full, 130 after Ctrl-C.
+        SystemExit: 2 after a user error, or where a disk is full, 130 after Ctrl-C.
     """
     with reported():
         import_plugins()
@@ -59,10 +59,10 @@ def run(task: Callable[[Any], float | None], config_name: str = "generate") -> N
 
 
 def import_plugins() -> None:
-    """Import the modules that the user names, so that the draft sources which they register can be chosen.
+    """Import the user's modules that LP_PLUGINS names, so that their draft sources are registered and can be chosen.
 
     Raises:
-        ValueError: one cannot be imported.
+        ValueError: a module cannot be imported.
     """
     for name in filter(None, os.environ.get(PLUGINS, "").split(",")):
         try:
@@ -72,16 +72,16 @@ def import_plugins() -> None:
 
 
 def register_resolvers() -> None:
-    """What conf/ asks for: the folders of a run, and the package of the apps, lp.launch where installed."""
+    """Register functions that conf/ calls: for the folders of runs and sweeps, and the name of the apps' package."""
     OmegaConf.register_new_resolver("run_dir", _run_dir, replace=True)
     OmegaConf.register_new_resolver("sweep_dir", _sweep_dir, replace=True)
     OmegaConf.register_new_resolver("app_package", lambda: PACKAGE, replace=True)
 
 
 def _sent(task: Callable[[Any], float | None]) -> Callable[[DictConfig], float | None]:
-    """The job of an app as Hydra gets it, whose launchers pickle it for other processes, on other machines.
+    """The job of an app for Hydra, whose launchers may pickle it and send it to other machines.
 
-    It says what went wrong itself: what leaves a job makes Hydra print a line of its own.
+    It reports its errors itself, as Hydra prints a line of its own about each that leaves a job.
     """
     job = _job(task)
 
@@ -107,7 +107,7 @@ def _job(task: Callable[[Any], float | None]) -> Callable[[DictConfig], float | 
 
 
 def _leave() -> None:
-    """Leave the process group, which only a process that has imported torch can have joined."""
+    """Leave the process group, if this process can have joined one: only if it has imported torch."""
     if "torch" in sys.modules:
         from lp.parallel.rendezvous import leave
 
@@ -123,7 +123,7 @@ def _run_dir(default: str) -> str:
 
 
 def _sweep_dir(default: str) -> str:
-    """The folder that a sweep writes to. Hydra puts a file there on every rank: those but 0 get one that is removed."""
+    """The folder that a sweep writes to; on ranks other than 0, where Hydra writes a file, too, one that is removed."""
     return _scratch().name if rank() > 0 else _run_dir(default)
 
 
@@ -133,7 +133,7 @@ def _scratch() -> tempfile.TemporaryDirectory[str]:
 
 
 def _remove_if_empty(run_dir: Path) -> None:
-    """Hydra makes a run folder; in outputs/, a run that wrote nothing leaves none.
+    """Remove the folder that Hydra made below outputs/ for a run, if the run wrote nothing.
 
     outputs/ itself stays, as another run may be making its folder there.
     """

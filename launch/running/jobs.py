@@ -1,4 +1,4 @@
-"""Jobs, each in a folder of its run: launched on ranks of their own, and in a sweep outliving each other's failures."""
+"""Jobs of a run: launched on several ranks of this machine, and in a sweep going on after a job has failed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,14 @@ FAILED_OBJECTIVE = 0.0  # what a sweeper gets for a failed job
 
 
 def leave_objective(value: float | None) -> float | None:
-    """Write what a task returned to the file of the process that launched this one, if there is one."""
+    """Hand a task's result to the process that launched these ranks, for a sweep's optimiser; written by rank 0.
+
+    Args:
+        value: what the task returned; None: nothing.
+
+    Returns:
+        The value.
+    """
     if value is not None and (path := os.environ.get(OBJECTIVE)) and rank() == 0:
         Path(path).write_text(repr(value))
     return value
@@ -41,17 +48,20 @@ def leave_objective(value: float | None) -> float | None:
 def relaunch(
     nproc: int, app: str | None = None, instead: Sequence[str] | None = None, place: Sequence[str] = ("--standalone",)
 ) -> float | None:
-    """Run this job once more, on so many ranks of this machine, and return what rank 0 returned.
+    """Run this job on several ranks of this machine, by torchrun, and return the result of rank 0's task.
 
     Args:
-        nproc: ranks.
-        app: another app of launch/; None is this one.
-        instead: its overrides; None takes this job's.
-        place: torchrun's options for ranks that have others on other machines.
+        nproc: number of ranks to launch.
+        app: name of another app to run, such as "benchmark"; None: this one.
+        instead: overrides for it; None: those of this job.
+        place: torchrun's options that say where the ranks are: on this machine alone, or with others elsewhere.
+
+    Returns:
+        None if the task returned nothing.
 
     Raises:
         SystemExit: the exit code of the ranks, if it is not 0.
-        UserError: `parallel.nproc` is out of range, or ranks would launch ranks.
+        UserError: `parallel.nproc` is out of range, or is given under torchrun.
     """
     check_int("parallel.nproc", nproc, 1, float("inf"), "or null, to run in this process")
     if "WORLD_SIZE" in os.environ:
@@ -72,7 +82,7 @@ def relaunch(
 
 
 def _import_path() -> dict[str, str]:
-    """PYTHONPATH with the clone in front, whose apps need not be installed; installed apps need nothing."""
+    """PYTHONPATH for launched ranks, so that they find the apps of a clone; {} for installed apps, which need none."""
     if PACKAGE != "launch":
         return {}
     root = str(Path(__file__).resolve().parents[2])
@@ -80,20 +90,27 @@ def _import_path() -> dict[str, str]:
 
 
 def folder_of_run() -> Path:
-    """Where this run writes: the folder that Hydra made, or of a sweep the one that its jobs share."""
+    """The folder that this run writes to: the one that Hydra made, or in a sweep the one that all its jobs share."""
     hydra = HydraConfig.get()
     return Path(hydra.sweep.dir if hydra.mode == RunMode.MULTIRUN else hydra.runtime.output_dir).absolute()
 
 
 def goes_on(folder: Path) -> str:
-    """How a run goes on that is killed; said before it is."""
+    """The line that a long run prints at its start: where its records are, and which command goes on after a break.
+
+    Args:
+        folder: the folder of the records.
+    """
     return f"records: {folder}; if this is interrupted, the same command with out={shlex.quote(str(folder))} goes on"
 
 
 def surviving(job: Callable[[DictConfig], Any]) -> Callable[[DictConfig], Any]:
-    """The job; in a sweep, its failure is noted and the next one runs.
+    """Wrap a job so that in a sweep its failure is noted in a file, and the next job runs.
 
-    Ctrl-C ends the sweep, and so does a failure that cannot be noted.
+    Ctrl-C still ends the sweep, and so does a failure that cannot be written down.
+
+    Args:
+        job: runs one job with its config.
     """
 
     @functools.wraps(job)
@@ -124,5 +141,9 @@ def surviving(job: Callable[[DictConfig], Any]) -> Callable[[DictConfig], Any]:
 
 
 def failed_jobs(folder: Path) -> list[Path]:
-    """Notes of failed jobs in a sweep's folder, where others may have files too."""
+    """Files about failed jobs in a sweep's folder, which `surviving` wrote: each has a job's overrides.
+
+    Args:
+        folder: the folder that the sweep's jobs share.
+    """
     return [note for note in (folder / FAILED).glob("*.txt") if re.fullmatch(r"[0-9]+-[0-9]+", note.stem)]

@@ -1,7 +1,7 @@
-"""What all ranks would print is printed by one of them.
+"""Lines that all ranks would print, such as an error that all have, are printed by one of them.
 
-For an error they agree through the store that torchrun has for its ranks, from before the first starts until the last
-has ended. So it matters neither how much later one rank fails than another, nor how soon torchrun ends the others.
+For an error the ranks agree through torchrun's store, which is there before the first rank starts and until the last
+one has ended. So it matters neither how much later one rank fails than another, nor how soon torchrun ends the others.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ PATIENCE_S = 30.0  # for the store, or a rank that has begun to print: on a busy
 
 
 def rank() -> int:
-    """This process's, as the launcher set it; 0 without one."""
+    """This process's rank, as the launcher set it in the environment; 0 without a launcher."""
     text = os.environ.get("RANK", "0")
     return int(text) if text.isdecimal() else 0  # refused later, by name
 
 
 def print_once(text: str) -> None:
-    """Print lines on stderr, unless another rank of this launch has printed them.
+    """Print a text on stderr, unless another rank of this launch has printed it.
 
-    A rank that comes with the same text again, as in the next job of a sweep, prints it again. Under a launcher that is
+    A rank that comes with an equal text again, as in the next job of a sweep, prints it again. Under a launcher that is
     not torchrun there is no store to agree through: every rank prints, rank 0 first.
 
     Args:
-        text: the same on all ranks that have the error. Ranks but the first are named before it, as a model may be
-            missing on one node alone.
+        text: equal on all ranks that would print it. A rank other than 0 writes its number before it, as an error may
+            be on one node alone.
     """
     this = rank()
     store = _torchrun_store()
@@ -73,7 +73,7 @@ def _printed(store: dist.Store, key: str, within_s: float) -> bool:
 
 
 def _torchrun_store() -> dist.Store | None:
-    """None where there is none, or none that can be reached."""
+    """The store that torchrun has for its ranks; None without torchrun, or if it can't be reached."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     import torch.distributed as dist  # takes seconds: an error of a single process needs none of it
@@ -86,7 +86,12 @@ def _torchrun_store() -> dist.Store | None:
 
 @contextlib.contextmanager
 def on_rank_0(context: ParallelContext, file: TextIO) -> Iterator[TextIO]:
-    """The file on rank 0, which alone prints, and nowhere on the others."""
+    """Within the block, a file that prints on rank 0 alone: `file` there, /dev/null on other ranks.
+
+    Args:
+        context: this rank among the others.
+        file: where rank 0 prints.
+    """
     if context.is_main:
         yield file
         return

@@ -1,4 +1,4 @@
-"""Makes what a run needs from its config: prompts, the model, and the decoders to compare."""
+"""What a run needs, made from its config: prompts, the model, and the decoders to run or to compare."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Session(Generic[C]):
-    """A loaded model with its decoders.
+    """A loaded model with its decoders and prompts: all that an app needs to generate texts.
 
     Args:
         config: the config, as the user gave it.
         context: this rank among the others.
         loaded: model and tokenizer.
-        decoders: by method; the first is the one that the user chose.
-        sampling: the sampling of every run, its seed known; None is greedy.
-        prompts: what to continue.
-        journal: the file of the texts that are shown.
-        grammar: grammar that every text follows; None for none.
+        decoders: decoders by method; the first is the one that the user chose.
+        sampling: sampling of every text, with its seed; None is greedy.
+        prompts: the prompts to continue.
+        journal: file that keeps generated tokens, so that a run that is started again goes on; None: there is none.
+        grammar: grammar that every text follows; None: there is none.
     """
 
     config: C
@@ -72,10 +72,10 @@ class Session(Generic[C]):
     grammar: Grammar | None = None
 
     def fitting(self) -> list[tuple[int, Prompt]]:
-        """The prompts that the model's context has room for, with their numbers; a line on stderr counts the others.
+        """(number, prompt) of prompts shorter than the model's context; a line on stderr counts the others.
 
         Raises:
-            ValueError: it has room for none.
+            ValueError: none is short enough.
         """
         room = context_limit(self.loaded.model)
         count = len(self.prompts)
@@ -88,7 +88,7 @@ class Session(Generic[C]):
         return fit
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """The prompt's tokens, in the model's chat template where the task asks a question and the model has one."""
+        """A prompt's token ids, in the model's chat template if the task asks for one and the model has one."""
         tokenizer = self.loaded.tokenizer
         if self.config.task.chat and tokenizer.chat_template:
             messages = [{"role": "user", "content": prompt.text}]
@@ -98,17 +98,35 @@ class Session(Generic[C]):
         return list(tokenizer(prompt.text, verbose=False)["input_ids"])  # too long a prompt has our error, no warning
 
     def run(self, decoder: Decoder, ids: list[int], tokens: int, on_tokens: OnTokens | None = None) -> GenerationOutput:
-        """Continue a prompt by at most so many tokens, as the config says."""
+        """Continue a prompt with one of the decoders, with the sampling, stop strings and grammar of the config.
+
+        Args:
+            decoder: generates the text.
+            ids: token ids of the prompt.
+            tokens: most tokens to generate.
+            on_tokens: called with the new tokens after every decode step.
+        """
         return decoder.generate(ids, tokens, self.sampling, on_tokens=on_tokens, **self._stops())
 
     def run_once(self, decoder: Decoder, ids: list[int], tokens: int, on_tokens: OnTokens) -> GenerationOutput:
-        """Continue a prompt as `run` does; in a run that was started again, from where its journal ends."""
+        """Continue a prompt as `run` does, with its tokens kept in the journal, so that a restarted run goes on there.
+
+        Arguments as in `run`.
+        """
         if self.journal is None:
             return self.run(decoder, ids, tokens, on_tokens)
         return self.journal.generate(decoder, ids, tokens, self.sampling, on_tokens=on_tokens, **self._stops())
 
     def oracle_tokens(self, ids: list[int], tokens: int, outputs: Mapping[str, GenerationOutput]) -> list[int]:
-        """What the oracle continues a prompt by: in its run among these outputs, or in one that nobody times."""
+        """Tokens by which the oracle continues a prompt, to compare a decoder's tokens with: transformers' own.
+
+        With exact=bitwise the oracle is plain decoding, whose bits lookahead then promises.
+
+        Args:
+            ids: token ids of the prompt.
+            tokens: most tokens to generate.
+            outputs: outputs by method; the oracle's is taken from here if it was run.
+        """
         if ORACLE in outputs:
             return outputs[ORACLE].tokens
         given = self.loaded.model, self.context.replica_alone()
@@ -121,11 +139,15 @@ class Session(Generic[C]):
 
     @property
     def in_distribution(self) -> bool:
-        """Whether texts are equal in distribution only: nothing follows from tokens that differ."""
+        """Whether texts equal plain sampling's in distribution only (rejection sampling), and tokens may differ."""
         return self.sampling is not None and self.sampling.verifier is lp.Verifier.REJECTION
 
     def of_rank_0(self, value: Any) -> Any:
-        """Rank 0's value on every rank, as JSON has it."""
+        """Rank 0's value on every rank, all of which must call. It is sent as JSON.
+
+        Args:
+            value: plain data; only rank 0's is looked at.
+        """
         return json.loads(self.context.share_text(json.dumps(value)) or "null")
 
     def _stops(self) -> dict[str, Any]:
@@ -134,10 +156,14 @@ class Session(Generic[C]):
 
 
 def on_main(context: lp.ParallelContext, work: Callable[[], T]) -> T | None:
-    """The result of `work` on rank 0, which alone does it; the other ranks wait, and get None.
+    """Do some work on rank 0 alone, while the other ranks wait: its result there, None on the others.
+
+    Args:
+        context: this rank among the others, all of which must call.
+        work: what rank 0 does, such as writing a file.
 
     Raises:
-        Exception: it failed, on every rank: others would go on with this job, and rank 0 with the next one of a sweep.
+        Exception: the work failed; raised on every rank, so that none goes on with this job alone.
         KeyboardInterrupt: rank 0 was interrupted.
     """
     result: T | None = None
@@ -156,7 +182,7 @@ def on_main(context: lp.ParallelContext, work: Callable[[], T]) -> T | None:
 
 
 def open_session(config: Config) -> Session[Config]:
-    """Check everything that can be checked without the model, then load it.
+    """Load what a config asks for: check all that needs no model first, then load model, decoders, journal and grammar.
 
     Raises:
         ValueError: a user error, with its remedy.
@@ -187,10 +213,13 @@ def open_session(config: Config) -> Session[Config]:
 
 
 def schema_text(path: str | None) -> str | None:
-    """The text of a schema's file; None for none.
+    """The text of the user's file with a JSON schema; None if no file is given.
+
+    Args:
+        path: the file, or None.
 
     Raises:
-        ValueError: there is no such file, or it is no JSON.
+        ValueError: there is no such file, it is no JSON, or llguidance is not installed.
     """
     if path is None:
         return None
@@ -205,10 +234,10 @@ def schema_text(path: str | None) -> str | None:
 
 
 def grammar_of(schema: str | None, loaded: Loaded) -> Grammar | None:
-    """The grammar of a JSON schema; None for none.
+    """The grammar of the user's JSON schema, for the loaded model; None without a schema.
 
     Raises:
-        ValueError: it has what is not taken.
+        ValueError: the schema has a keyword that can't be enforced.
     """
     if schema is None:
         return None
@@ -216,7 +245,11 @@ def grammar_of(schema: str | None, loaded: Loaded) -> Grammar | None:
 
 
 def checked(config: Tasked, names: Iterable[str]) -> tuple[list[Prompt], lp.SamplingParams | None, Builders]:
-    """Prompts, sampling and the builders of these decoders, before any model is loaded.
+    """Prompts, sampling, and the builders of decoders by name; all is checked before a model is loaded.
+
+    Args:
+        config: the run's config.
+        names: names of the decoders.
 
     Raises:
         ValueError: a user error, with its remedy.
@@ -226,10 +259,19 @@ def checked(config: Tasked, names: Iterable[str]) -> tuple[list[Prompt], lp.Samp
 
 
 def journal_path(config: Config, sampling: lp.SamplingParams | None) -> Path | None:
-    """The user's; or, where torchrun may start the ranks again, one in the folder that torchrun.sh chose.
+    """The file that keeps generated tokens for a restart: the user's, or one in the run's folder under torchrun.
+
+    Args:
+        config: the run's config.
+        sampling: the run's sampling; None is greedy.
+
+    Returns:
+        None for no journal: the user asks for none, and torchrun does not restart ranks, or could not go on with the
+            texts.
 
     Raises:
-        ValueError: the user asks for one of texts that no restart can go on with.
+        ValueError: the user asks for one, but a restart can't go on with such texts: rejection sampling, or a
+            json_schema.
     """
     rejection = sampling is not None and sampling.verifier is lp.Verifier.REJECTION
     if config.journal:
@@ -251,7 +293,7 @@ def journal_path(config: Config, sampling: lp.SamplingParams | None) -> Path | N
 
 
 def open_model(config: Common) -> tuple[lp.ParallelContext, Loaded]:
-    """Join the other ranks and load the model on this one's device.
+    """Join the other ranks, and load model and tokenizer on this rank's device.
 
     Raises:
         ValueError: a user error, with its remedy.
@@ -261,10 +303,10 @@ def open_model(config: Common) -> tuple[lp.ParallelContext, Loaded]:
 
 
 def open_context(config: Common) -> lp.ParallelContext:
-    """Join the other ranks, and seed torch.
+    """Join the other ranks, and seed torch with the config's seed.
 
     Raises:
-        ValueError: a device or backend that there is not.
+        ValueError: there is no such device or backend.
     """
     if config.seed is not None:
         torch.manual_seed(config.seed)
@@ -275,8 +317,9 @@ def open_context(config: Common) -> lp.ParallelContext:
 
 
 def say_how_it_runs(context: lp.ParallelContext, loaded: Loaded) -> None:
-    """Take the number of threads that is fastest now, where one rank has the machine; lines on stderr say so, and that
-    functions are not compiled yet.
+    """Settle the number of CPU threads, where one rank has the machine, and tell the user what makes this run slow.
+
+    Lines on stderr name the number of threads, and say so if lp's functions are not compiled.
     """
     if context.world_size == 1 and (line := settle_threads(loaded.model)):
         print(line, file=sys.stderr)
@@ -285,7 +328,7 @@ def say_how_it_runs(context: lp.ParallelContext, loaded: Loaded) -> None:
 
 
 def load_model(config: Common, context: lp.ParallelContext) -> Loaded:
-    """The model and its tokenizer, on this rank's device.
+    """Load model and tokenizer on this rank's device, while a line says so.
 
     Raises:
         ValueError: a user error, with its remedy.
@@ -299,7 +342,7 @@ def load_model(config: Common, context: lp.ParallelContext) -> Loaded:
 
 
 def check(config: Tasked) -> None:
-    """Refuse counts below one and a prompt given twice.
+    """Refuse a config for prompts that can't be used: counts below 1, or a prompt given twice.
 
     Raises:
         ValueError: the key, the limit and the remedy.
@@ -313,7 +356,7 @@ def check(config: Tasked) -> None:
 
 
 def check_common(config: Common) -> None:
-    """Refuse what no app can use.
+    """Refuse values of keys that all apps have, such as max_new_tokens=0.
 
     Raises:
         ValueError: the key, the limit and the remedy.
@@ -329,11 +372,11 @@ def check_common(config: Common) -> None:
 
 
 def check_forgets(config: Common, run: str) -> None:
-    """Refuse a pool that remembers texts, in a run that has a text more than once.
+    """Refuse a pool that remembers earlier texts, where a run repeats texts: a later time would draft from the first.
 
     Args:
         config: the run's config.
-        run: what the message calls the run.
+        run: name of the run in the message, such as "lp tune".
 
     Raises:
         ValueError: names the key and the remedy.
@@ -349,10 +392,13 @@ def check_forgets(config: Common, run: str) -> None:
 
 
 def known_device(device: str) -> str:
-    """Refuse what torch would not take for a device.
+    """The config's device, if torch knows such a device; "auto" stays.
+
+    Args:
+        device: "auto", "cpu", "cuda" or "cuda:<number>".
 
     Raises:
-        ValueError: names it.
+        ValueError: names the device.
     """
     if device == "auto":
         return device

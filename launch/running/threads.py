@@ -1,6 +1,6 @@
-"""How many threads compute a step on a CPU: fewer than torch takes, where that is faster beside what else runs.
+"""How many threads compute a decode step on a CPU: fewer than torch takes, where that is faster beside other programs.
 
-Threads of a product wait for each other: on busy cores, two were up to four times slower than one.
+Threads of one matrix product wait for each other: on busy cores, two were up to four times slower than one.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ WORTH = 0.9
 
 
 def settle_threads(model: nn.Module) -> str:
-    """Take the number of threads that computes a decode step's products fastest now, in this process, by a trial.
+    """Set torch's number of threads to the fastest one for a decode step now, found by a trial of its matrix products.
+
+    OMP_NUM_THREADS, a GPU, or one thread leave it as it is.
 
     Args:
         model: loaded, on its device.
 
     Returns:
-        What was taken and why, for a person; empty where torch's own number stays.
+        A line for the user: the number and why; "" where torch's own number stays.
     """
     usual = torch.get_num_threads()
     if "OMP_NUM_THREADS" in os.environ or usual == 1 or next(model.parameters()).device.type != "cpu":
@@ -57,15 +59,15 @@ def fastest(seconds: dict[int, float], usual: int) -> int:
     """The number of threads to take: the usual one, unless another is clearly faster.
 
     Args:
-        seconds: by number of threads.
-        usual: one of them.
+        seconds: measured seconds by number of threads.
+        usual: torch's own number, one of those measured.
     """
     best = min(seconds, key=seconds.__getitem__)
     return best if seconds[best] < WORTH * seconds[usual] else usual
 
 
 def _products(model: nn.Module) -> Callable[[], None] | None:
-    """Products of a step of one token and of one of a few, with some of the model's own weights; None: it has none."""
+    """A function that computes matrix products of decode steps with some of the model's weights; None: it has none."""
     linears: Iterable[nn.Linear] = (module for module in model.modules() if type(module) is nn.Linear)
     weights = [linear.weight for linear in linears if linear.weight.is_floating_point()][:MOST_LINEARS]
     if not weights:

@@ -1,4 +1,4 @@
-"""One line on a terminal that says what is being waited for, how far it is, and for how long yet."""
+"""A line on the terminal that says what a run waits for, how far that is, and how long it will take."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ DIM, RESET, ERASE_LINE = "\x1b[2m", "\x1b[0m", "\r\x1b[2K"
 
 
 class WaitLine:
-    """Shows waits on a file: on a terminal as a line that is written anew, and erased before anything else is written.
+    """Shows long waits, such as loading weights: on a terminal as a line that is refreshed, and erased at the end.
 
-    Where the file is no terminal, it gets one line in all, of the first wait that is very long.
+    A file that is no terminal gets one line in all: of the first wait that is longer than a minute.
 
     Args:
-        file: where to.
-        terminal: whether it takes escape codes.
+        file: where the line is written, such as stderr.
+        terminal: whether `file` is a terminal that takes escape codes.
     """
 
     def __init__(self, file: TextIO, terminal: bool) -> None:
@@ -43,7 +43,7 @@ class WaitLine:
         self._since_s = self._until_s = -math.inf  # when the waits that follow each other began, and the last ended
 
     def begins(self, wait: Wait) -> None:
-        """Show it once it has lasted."""
+        """Note that a wait begins; the line appears once it has lasted a second."""
         with self._lock:
             if not self._waits and wait.began_s - self._until_s > APART_S:
                 self._since_s = wait.began_s
@@ -53,14 +53,14 @@ class WaitLine:
                 self._thread.start()
 
     def ends(self, wait: Wait) -> None:
-        """Erase its line: what comes next may be text."""
+        """Note that a wait has ended, and erase its line, since generated text may come next."""
         with self._lock:
             self._waits.remove(wait)
             self._until_s = time.monotonic()
             self._erase()
 
     def close(self) -> None:
-        """Stop showing waits, for good."""
+        """Stop the thread that refreshes the line; no wait is shown any more."""
         self._ended.set()
         if self._thread:
             self._thread.join()
@@ -94,12 +94,21 @@ class WaitLine:
 
 
 def shown_of(waits: list[Wait]) -> Wait:
-    """The wait to show of those within each other: the outermost that knows how far it is, else the innermost."""
+    """The wait to show of several that are within each other: the outermost with a known end, else the innermost.
+
+    Args:
+        waits: waits under way, the outermost first; at least one.
+    """
     return next((wait for wait in waits if wait.total), waits[-1])
 
 
 def describe(wait: Wait, now_s: float) -> str:
-    """What, how far, and how long yet: "reading the prompt: 512 of 4,096 tokens, 3 s, about 21 s left"."""
+    """The line for a wait: "reading the prompt: 512 of 4,096 tokens, 3 s, about 21 s left".
+
+    Args:
+        wait: the wait under way.
+        now_s: time.monotonic() now.
+    """
     passed_s = now_s - wait.began_s
     if not wait.total:
         return f"{wait.what} ({duration(passed_s)})"
@@ -118,7 +127,7 @@ def duration(seconds: float) -> str:
 
 @contextmanager
 def waits_shown() -> Iterator[None]:
-    """Within the block rank 0 shows on stderr what takes long."""
+    """Within the block, rank 0 shows long waits, such as loading weights, on stderr; other ranks show nothing."""
     if rank() > 0 or sys.stderr is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""transformers' bar of the weights that it loads: counted in our own line, which has the terminal to itself."""
+"""The progress of loading weights in our own wait line, instead of transformers' progress bar."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from lp.waits import Wait
 
 @contextmanager
 def tensors_counted(wait: Wait) -> Iterator[None]:
-    """Within the block transformers draws no bar: what it would show is counted in `wait`."""
+    """Within the block, transformers draws no progress bar: the tensors that it has loaded are counted in `wait`.
+
+    Args:
+        wait: gets how many tensors are loaded, and how many there are.
+    """
 
     class Counted(tqdm):
         def display(self, *args: Any, **kwargs: Any) -> None:

@@ -1,6 +1,6 @@
-"""Messages of a chat as token ids, in which only the chat template writes special tokens.
+"""Chat messages as token ids, in which only the chat template writes special tokens.
 
-A message that says `<|im_end|>` would otherwise end its turn, and could begin one of the system's.
+A user's message that says `<|im_end|>` would otherwise end its turn, and could begin one of the system's.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from lp.errors import UserError
 
 
 class LiteralCopy:
-    """A copy of a tokenizer that takes special tokens as text; made when it is first needed.
+    """A tokenizer's copy that encodes special tokens as plain text, for users' texts; made when it is first needed.
 
-    A tokenizer has this as a setting of its own, which a call changes: other threads would encode with it.
+    Tokenizers keep the choice as a state that a call changes: with one tokenizer, other threads would encode by it,
+    too.
 
     Args:
         tokenizer: the model's tokenizer.
@@ -32,10 +33,10 @@ class LiteralCopy:
         self._lock = threading.Lock()
 
     def get(self) -> PreTrainedTokenizerBase:
-        """The copy, which is made by the first call.
+        """The copy, which the first call makes.
 
         Raises:
-            ValueError: there is none of this tokenizer.
+            ValueError: this tokenizer can't be copied.
         """
         with self._lock:
             if self._copy is None:
@@ -57,16 +58,17 @@ def chat_tokens(
     /,
     **given: Any,
 ) -> list[int]:
-    """Token ids of messages in the tokenizer's chat template, up to the answer.
+    """Token ids of messages in the model's chat template, up to where the answer begins.
 
     Args:
+        tokenizer: the model's tokenizer.
         messages: messages as `apply_chat_template` takes them.
         literal: the tokenizer's copy, where several threads encode; None: the tokenizer itself.
         given: more arguments of `apply_chat_template`.
 
     Raises:
-        ValueError: a special token in a text that the tokenizer can't take as text.
-        Exception: what the template has against them.
+        ValueError: a message has a special token that the tokenizer can't encode as plain text.
+        Exception: the template refuses the messages.
     """
     hidden = HiddenTokens(tokenizer, literal)
     text = tokenizer.apply_chat_template(
@@ -78,16 +80,18 @@ def chat_tokens(
 def text_tokens(
     tokenizer: PreTrainedTokenizerBase, text: str, literal: LiteralCopy | None = None, **given: Any
 ) -> list[int]:
-    """Token ids of a text that may have no special tokens but those that the tokenizer puts around it.
+    """Token ids of a user's text; special tokens in it are encoded as plain text.
+
+    The tokenizer still adds its own special tokens, such as BOS, around the text.
 
     Args:
         tokenizer: the model's tokenizer.
-        text: text as users wrote it.
-        literal: see `chat_tokens`.
-        given: more of the tokenizer's arguments.
+        text: the user's text.
+        literal: the tokenizer's copy, where several threads encode; None: the tokenizer itself.
+        given: more arguments of the tokenizer's call.
 
     Raises:
-        ValueError: as of `chat_tokens`.
+        ValueError: the text has a special token that the tokenizer can't encode as plain text.
     """
     if not HiddenTokens(tokenizer).found(text):
         return list(tokenizer(text, verbose=False, **given)["input_ids"])
@@ -97,18 +101,18 @@ def text_tokens(
 def _literal_tokens(
     tokenizer: PreTrainedTokenizerBase, literal: LiteralCopy | None, text: str, **given: Any
 ) -> list[int]:
-    """Token ids of a text, special tokens in it taken as text."""
+    """Token ids of a text, with special tokens in it encoded as plain text."""
     takes_as_text = tokenizer if literal is None else literal.get()
     return list(takes_as_text(text, split_special_tokens=True, verbose=False, **given)["input_ids"])
 
 
 class HiddenTokens:
-    """Stands-in for special tokens in what users wrote, while a template is applied.
+    """Marks that hide special tokens in users' texts while a chat template is applied; they become plain text.
 
     Args:
         tokenizer: the model's tokenizer.
-        literal: see `chat_tokens`.
-        others: tokens that count as special whatever the tokenizer says.
+        literal: the tokenizer's copy, where several threads encode; None: the tokenizer itself.
+        others: tokens to hide that the tokenizer does not take for special, such as an image's placeholder.
     """
 
     def __init__(
@@ -126,15 +130,19 @@ class HiddenTokens:
 
     @property
     def any(self) -> bool:
-        """Whether some are hidden."""
+        """Whether `hide` has hidden a token."""
         return bool(self._hidden)
 
     def found(self, text: str) -> bool:
-        """Whether there is a special token in it."""
+        """Whether a text has a special token."""
         return bool(self._special.search(text))
 
     def hide(self, value: Any) -> Any:
-        """A value with a mark for every special token, in all strings of its lists and dicts."""
+        """A copy of a value with every special token replaced by a mark, in all strings of its lists and dicts.
+
+        Args:
+            value: messages, or other arguments of a chat template.
+        """
         match value:
             case str():
                 return self._special.sub(self._marked, value)
@@ -149,7 +157,11 @@ class HiddenTokens:
         return f"{self._mark}{len(self._hidden) - 1}x"
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of what a template made; what a mark stands for is text."""
+        """Token ids of the text that a chat template made: the tokens that marks stand for are encoded as plain text.
+
+        Raises:
+            ValueError: the tokenizer can't encode a special token as plain text.
+        """
         if not self._hidden:
             return self._encoded(text)
         mark = re.compile(f"{self._mark}([0-9]+)x")

@@ -1,11 +1,12 @@
-"""The decoders of the `tokenizers` library, fed token by token.
+"""The decoders of the `tokenizers` library, fed token by token, for text that is shown while it is generated.
 
-There a decoder makes a text of all tokens at once: a chain of steps, each of which takes a list of strings and gives
-another. Here each step takes one string after the other, and gives what no later one can change. The strings are called
-units; a unit may come in several parts, as one into which a step before has fused all others.
+In the library a decoder makes a text of all tokens at once: a chain of steps, each of which turns a list of strings
+into another list. Here each step takes one string after the other, and gives the text that no later one can change. The
+strings are called units, tokens at first; a unit may come in several parts, as behind a step that fuses all units to
+one.
 
-Bytes that are no character yet, or no character at all, are lone surrogates (Python's `surrogateescape`), so that bytes
-which several tokens have of one character come together at the end.
+Bytes that are no character yet, or no character at all, are lone surrogates (Python's `surrogateescape`), so that the
+bytes of one character come together at the end, whichever tokens have them.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ CLEAN_UP = (
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The byte that a character stands for in byte-level vocabularies."""
+    """The byte that each character of a byte-level vocabulary (GPT-2's) stands for."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
@@ -47,11 +48,11 @@ BYTE_OF = _byte_alphabet()
 
 
 class Part(NamedTuple):
-    """A part of a unit.
+    """A part of a unit: of a token, or of the string that a decoder step has made of tokens.
 
     Attributes:
         text: its characters.
-        begins: it is the first of its unit.
+        begins: whether it is the first part of its unit.
     """
 
     text: str
@@ -62,38 +63,38 @@ Parts = list[Part]
 
 
 class Step:
-    """A step of a decoder; this one changes nothing.
+    """A decoder step, fed part by part. This base class changes nothing.
 
     Attributes:
-        index: number of the unit that the last part belongs to, from 0; -1 before the first.
+        index: number of the unit (token, or string that a step before made) under way, from 0; -1 before the first.
     """
 
     def __init__(self) -> None:
         self.index = -1
 
     def feed(self, part: Part) -> Parts:
-        """What a part becomes, as far as it is certain."""
+        """Take the next part of a token, and return the parts of text that no later token can change."""
         self.index += part.begins
         return [Part(self.inside(part.text) if self.index else self.first(part.text), part.begins)]
 
     def finish(self) -> Parts:
-        """What is left when the last part has come."""
+        """Return the parts of text that were held back; called when the last token has come."""
         return []
 
     def inside(self, text: str) -> str:
-        """What a token becomes that others come before and behind."""
+        """What this step makes of a token with others before and behind it: a token's text by itself."""
         return text
 
     def first(self, text: str) -> str:
-        """What the first unit of a text becomes."""
+        """What this step makes of the first token of a text, where some decoders drop a space."""
         return self.inside(text)
 
 
 class WholeUnits(Step):
-    """A step that looks at whole units: where they come in parts, it waits for the end of each.
+    """Base of decoder steps that need each unit as a whole: it joins the parts of a unit before it is changed.
 
     Args:
-        in_parts: units may come in several.
+        in_parts: whether units come in several parts, as behind a step that fuses tokens.
     """
 
     def __init__(self, in_parts: bool) -> None:
@@ -120,12 +121,16 @@ class WholeUnits(Step):
         return self.of_unit(text)
 
     def of_unit(self, text: str) -> Parts:
-        """The characters that a unit becomes, by its place in the text."""
+        """The parts that a whole unit becomes.
+
+        Args:
+            text: the unit; `index` says which one it is.
+        """
         return [Part(self.inside(text) if self.index else self.first(text), True)]
 
 
 class Joined(Step):
-    """No decoder at all: a space between tokens."""
+    """The step of a tokenizer without a decoder: tokens are joined with spaces."""
 
     def feed(self, part: Part) -> Parts:
         self.index += part.begins
@@ -136,7 +141,7 @@ class Joined(Step):
 
 
 class ByteLevel(WholeUnits):
-    """A character for every byte, as GPT-2 has them. All units become one."""
+    """Decodes byte-level tokens, as GPT-2 has them: each character stands for a byte. All tokens become one text."""
 
     def of_unit(self, text: str) -> Parts:
         return [Part(self.inside(text), not self.index)]
@@ -150,10 +155,10 @@ class ByteLevel(WholeUnits):
 
 
 class ByteFallback(Step):
-    """Tokens such as <0xE4> stand for bytes. Those that follow each other become one unit.
+    """Decodes tokens that stand for one byte, such as <0xE4>; those in a row become one unit.
 
     Args:
-        in_parts: units may come in several parts, none of which is such a token.
+        in_parts: whether units come in several parts; none of them is then such a token.
     """
 
     def __init__(self, in_parts: bool) -> None:
@@ -173,7 +178,7 @@ class ByteFallback(Step):
 
 
 class Characters(Step):
-    """Bytes that make characters become these, for steps that look for some beyond ASCII."""
+    """Joins bytes to characters as soon as these are complete, for steps that look for non-ASCII characters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,11 +194,11 @@ class Characters(Step):
 
 
 class Metaspace(Step):
-    """A character stands for the space, but in the first unit of a text, where it stands for nothing.
+    """Turns the character that stands for a space in tokens, as SentencePiece has it, into a space.
 
     Args:
-        replacement: the character.
-        prepends: the first unit is such a one.
+        replacement: that character, such as "▁".
+        prepends: whether the tokenizer puts one before a text, so that it is dropped in the first token.
     """
 
     def __init__(self, replacement: str, prepends: bool) -> None:
@@ -209,7 +214,7 @@ class Metaspace(Step):
 
 
 class Fuse(Step):
-    """All units become one."""
+    """Joins all tokens to one string, so that later decoder steps look at the text as a whole."""
 
     def feed(self, part: Part) -> Parts:
         self.index += part.begins
@@ -217,12 +222,12 @@ class Fuse(Step):
 
 
 class Strip(Step):
-    """A character is taken away from the start and the end of every unit.
+    """Takes a character away from the start and the end of every unit.
 
     Args:
         content: the character.
-        start, stop: most characters that are taken away there.
-        in_parts: units are whole texts, or runs of bytes, which come in several parts.
+        start, stop: how many of it are taken away at most, at the start and at the end.
+        in_parts: whether units come in several parts, as whole texts or runs of bytes.
     """
 
     def __init__(self, content: str, start: int, stop: int, in_parts: bool) -> None:
@@ -253,12 +258,12 @@ class Strip(Step):
 
 
 class Replace(Step):
-    """A string is replaced by another one.
+    """Replaces a string in every unit by another one.
 
     Args:
-        pattern: string that is looked for in each unit, not empty.
-        content: stands in its place.
-        in_parts: units may come in several, and the pattern with them.
+        pattern: the string that is replaced, not empty.
+        content: the string in its place.
+        in_parts: whether units come in several parts, and `pattern` may begin in one and end in another.
     """
 
     def __init__(self, pattern: str, content: str, in_parts: bool) -> None:
@@ -284,11 +289,11 @@ class Replace(Step):
 
 
 class WholeReplace(WholeUnits):
-    """What a regular expression finds is replaced.
+    """Replaces the matches of a regular expression in every unit.
 
     Args:
-        decoder: the library's.
-        in_parts: see `WholeUnits`; a fused text is held back until its end.
+        decoder: the library's decoder, which does it.
+        in_parts: whether units come in several parts; all of a unit is then held back until it ends.
     """
 
     def __init__(self, decoder: decoders.Replace, in_parts: bool) -> None:
@@ -300,12 +305,12 @@ class WholeReplace(WholeUnits):
 
 
 class WordPiece(WholeUnits):
-    """A space before every token, but those that go on with a word.
+    """Puts a space before tokens that begin a word, and joins the others to it, as BERT's decoder does.
 
     Args:
-        prefix: what tokens that go on with a word begin with.
-        cleanup: no space before a full stop, and the like.
-        in_parts: see `WholeUnits`.
+        prefix: begins tokens that go on with a word, such as "##".
+        cleanup: take away spaces before a full stop, and the like.
+        in_parts: whether units come in several parts, as behind a step that fuses tokens.
     """
 
     def __init__(self, prefix: str, cleanup: bool, in_parts: bool) -> None:
@@ -320,11 +325,11 @@ class WordPiece(WholeUnits):
 
 
 class WordEnds(WholeUnits):
-    """A suffix of tokens that end a word, which stands for a space, but at the end of the text.
+    """Turns the suffix of tokens that end a word into a space, and into nothing at the end of the text, as for GPT-1.
 
     Args:
-        suffix: the suffix, as the BPE of GPT-1 has it.
-        in_parts: see `WholeUnits`.
+        suffix: the suffix, such as "</w>".
+        in_parts: whether units come in several parts, as behind a step that fuses tokens.
     """
 
     def __init__(self, suffix: str, in_parts: bool) -> None:
@@ -350,13 +355,13 @@ class WordEnds(WholeUnits):
 
 
 class Ctc(WholeUnits):
-    """Tokens that come twice in a row count once.
+    """Decodes the tokens of a CTC model: a token that comes several times in a row counts once.
 
     Args:
-        pad: a token that stands for no text.
-        delimiter: what is between words.
-        cleanup: see `WordPiece`; only then the delimiter is a space.
-        in_parts: see `WholeUnits`.
+        pad: the token that stands for no text.
+        delimiter: the token between words.
+        cleanup: turn the delimiter into a space, and take away spaces before a full stop, and the like.
+        in_parts: whether units come in several parts, as behind a step that fuses tokens.
     """
 
     def __init__(self, pad: str, delimiter: str, cleanup: bool, in_parts: bool) -> None:
@@ -378,11 +383,11 @@ Steps = Callable[[], list[Step]]
 
 
 def decoder_steps(tokenizer: PreTrainedTokenizerBase) -> Steps | None:
-    """Makes the steps of a tokenizer's decoder, at the beginning of a text.
+    """A function that makes the decoder steps for a new text, as the tokenizer's own decoder has them.
 
     Returns:
-        None where the tokenizer is not one of the library's, decodes in a way of its own, or has a decoder of a type
-        that is not known here.
+        None where the tokenizer is not one of the library's, decodes in a way of its own, or has a decoder of an
+        unknown type: then only whole texts can be decoded.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or _decodes_itself(tokenizer):
@@ -399,10 +404,10 @@ def decoder_steps(tokenizer: PreTrainedTokenizerBase) -> Steps | None:
 
 
 class _Chain:
-    """The steps of a decoder, as they are read from its state.
+    """Reads a decoder's steps from the state that the library saves of it.
 
     Attributes:
-        steps: make them.
+        steps: functions that make each step, in order.
     """
 
     def __init__(self) -> None:
@@ -411,7 +416,7 @@ class _Chain:
         self._has_bytes = False  # that are no characters yet
 
     def add(self, state: dict[str, Any]) -> None:
-        """A decoder; KeyError for one of an unknown type, or with other settings."""
+        """Add the steps of a decoder; KeyError if its type or a setting is unknown."""
         in_parts = self._in_parts
         match state["type"]:
             case "Sequence":
@@ -467,21 +472,26 @@ class _Chain:
         self._in_parts = False
 
     def _looks(self, for_text: str | None = None) -> None:
-        """A step follows that looks for a text, or for any."""
+        """Note that the next step looks for a text, or for any (None): bytes become characters before it."""
         if self._has_bytes and not (for_text and for_text.isascii()):
             self.steps.append(Characters)
             self._has_bytes = False
 
 
 def fed(steps: Sequence[Step], parts: Parts) -> str:
-    """What comes out behind the last step when these parts go into the first."""
+    """The text that comes out of the last decoder step when these parts go into the first.
+
+    Args:
+        steps: the steps, which keep what is not certain yet.
+        parts: parts of the next tokens.
+    """
     for step in steps:
         parts = [made for part in parts for made in step.feed(part)]
     return "".join(part.text for part in parts)
 
 
 def finished(steps: Sequence[Step]) -> str:
-    """What comes out when the text has ended."""
+    """The text that the decoder steps have held back, when the text has ended."""
     text = ""
     for place, step in enumerate(steps):
         text += fed(steps[place + 1 :], step.finish())
@@ -489,14 +499,24 @@ def finished(steps: Sequence[Step]) -> str:
 
 
 def inside(steps: Sequence[Step], text: str) -> str:
-    """What a token becomes that others come before and behind."""
+    """The text of a token, behind all decoder steps, with other tokens before and behind it.
+
+    Args:
+        steps: the decoder steps; they are not changed.
+        text: the token as the vocabulary spells it.
+    """
     for step in steps:
         text = step.inside(text)
     return text
 
 
 def beginning_length(text: str, sought: str) -> int:
-    """Characters of the longest end of the text that begins what is sought, and is not all of it."""
+    """How many last characters of a text begin a longer string, and so must be held back until more text comes.
+
+    Args:
+        text: the text so far: "one </".
+        sought: the string that is looked for: "</w>", of which the text has 2 characters.
+    """
     for length in range(min(len(text), len(sought) - 1), 0, -1):
         if text.endswith(sought[:length]):
             return length
@@ -504,14 +524,14 @@ def beginning_length(text: str, sought: str) -> int:
 
 
 def cleaned(text: str) -> str:
-    """A text without the spaces that English has not."""
+    """A text without spaces before full stops and the like, as transformers' clean_up_tokenization_spaces makes it."""
     for dirty, clean in CLEAN_UP:
         text = text.replace(dirty, clean)
     return text
 
 
 def _decodes_itself(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether its class decodes in another way than most."""
+    """Whether the tokenizer's class has a way to decode of its own."""
     from transformers import PreTrainedTokenizerFast
 
     usual = PreTrainedTokenizerFast

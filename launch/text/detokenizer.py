@@ -1,6 +1,6 @@
-"""Text of tokens, as they come: one by one, in steps or all at once, they give the same text.
+"""Text of tokens while they are generated: fed one by one, in steps or all at once, they give one and the same text.
 
-It is what a UTF-8 decoder makes of the tokens' bytes: whole characters, and U+FFFD for bytes that are none.
+The text is what a UTF-8 decoder makes of the tokens' bytes: whole characters, and U+FFFD for bytes that are none.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ MOST_UNFINISHED = 3  # of them: a byte each
 
 
 class TokenText(NamedTuple):
-    """What a token adds to a text.
+    """The text that one more token adds.
 
     Attributes:
-        text: the characters that it completes.
-        data: its own bytes.
+        text: the characters that the token completes; "" while the bytes of a character are missing.
+        data: the token's own bytes.
     """
 
     text: str
@@ -31,12 +31,12 @@ class TokenText(NamedTuple):
 
 
 class NamedToken(NamedTuple):
-    """A token of a text with its place there.
+    """A token of a text, as OpenAI's interface reports it with log probabilities.
 
     Attributes:
-        name: what it is called.
-        data: its own bytes.
-        offset: characters of the text before it, or before the one that it completes.
+        name: the text that the token adds, or "bytes:\\xe2\\x82" where its bytes are no text.
+        data: the token's own bytes.
+        offset: characters of the text before the token, or before the character that it completes.
     """
 
     name: str
@@ -45,13 +45,13 @@ class NamedToken(NamedTuple):
 
 
 class Vocabulary:
-    """The tokens of a tokenizer, each by itself.
+    """A tokenizer's tokens, each by itself: names, spellings and bytes; and steps that decode a text of them.
 
     Args:
         tokenizer: the model's tokenizer.
 
     Attributes:
-        added: tokens by their names that are no words of the vocabulary, special ones among them.
+        added: token ids by name of the tokens that were added to the vocabulary, special ones among them.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -63,16 +63,16 @@ class Vocabulary:
         self._word: list[int] | None = None  # tokens that others come behind, where only texts can be decoded
 
     def special(self, token: int) -> str | None:
-        """The name of a special token, which is no text; None of any other token."""
+        """The name of a special token, such as "<|im_end|>", which adds no text; None for any other token."""
         return self._special.get(token)
 
     def piece(self, token: int) -> str | None:
-        """A token as the vocabulary spells it; None for an id that the vocabulary lacks."""
+        """A token as the vocabulary spells it, such as "Ġthe"; None for an id that the vocabulary lacks."""
         piece = self.tokenizer.convert_ids_to_tokens(token)
         return piece if isinstance(piece, str) else None
 
     def data(self, token: int) -> bytes | None:
-        """The bytes that a token adds to a text that goes on; None where the tokenizer does not tell."""
+        """The bytes that a token adds to a text, b"" for a special one; None where decoded texts do not show them."""
         if self.special(token) is not None:
             return b""
         if self._steps is not None:
@@ -85,14 +85,14 @@ class Vocabulary:
         return None if UNFINISHED in text else text.encode()
 
     def name(self, token: int) -> str:
-        """What a token is called: the text that it adds, or its bytes where they are no text, as OpenAI writes them."""
+        """A token's name, as OpenAI writes it: its text within a text, or "bytes:\\xe2" where it has none."""
         if special := self.special(token):
             return special
         data = self.data(token)
         return f"token_id:{token}" if data is None else name_of(data)
 
     def steps(self) -> list[Step] | None:
-        """The steps that decode a text, at its beginning; None where only texts can be decoded."""
+        """New decoder steps for one text, fed token by token; None if the tokenizer can only decode whole texts."""
         return self._make_steps() if self._make_steps else None
 
     def _decoded(self, tokens: list[int]) -> str:
@@ -100,17 +100,17 @@ class Vocabulary:
 
 
 class Detokenizer:
-    """Decodes tokens as they come; what it has returned never changes.
+    """Decodes one text's tokens as they come; characters that it has returned never change.
 
-    A character whose bytes are not complete waits for the others, or for the end of the text.
+    A character whose bytes are not complete waits for more bytes, or for the end of the text.
 
     Args:
-        tokenizer: the model's tokenizer; or its vocabulary, which is made once where there are many texts.
-        prompt: the tokens before the first new one.
-        special: special tokens are text, too.
+        tokenizer: the model's tokenizer; or its `Vocabulary`, made once for many texts.
+        prompt: token ids before the first new one, on which e.g. a first space depends.
+        special: whether special tokens are written, too.
 
     Attributes:
-        begun: there is some text, the prompt's included.
+        begun: whether there is any text yet, the prompt's included.
     """
 
     def __init__(
@@ -128,11 +128,15 @@ class Detokenizer:
         self._wrote = False
 
     def push(self, tokens: Iterable[int]) -> str:
-        """The characters that these tokens complete."""
+        """The characters that these tokens complete.
+
+        Args:
+            tokens: the next token ids of the text.
+        """
         return "".join(self.add(token).text for token in tokens)
 
     def add(self, token: int) -> TokenText:
-        """Take one more token; what it adds to the text."""
+        """Take the next token of the text: its bytes, and the characters that it completes."""
         text = self._fed(token)
         self._wrote |= bool(text)
         self.begun |= bool(text)
@@ -141,11 +145,11 @@ class Detokenizer:
 
     @property
     def waiting(self) -> bytes:
-        """Bytes of a character that is not complete."""
+        """Bytes of the last character so far, while it is not complete; b"" if it is."""
         return self._characters.getstate()[0]
 
     def flush(self) -> str:
-        """Whatever is still held back; the text has ended."""
+        """The text that was held back, when the text has ended: U+FFFD for an incomplete character."""
         rest = self._window.finish() if self._steps is None and self._window else finished(self._steps or [])
         if not (self._wrote or rest):
             return ""  # what waits is of the prompt
@@ -163,7 +167,7 @@ class Detokenizer:
         return self._special or self.vocabulary.special(token) is None
 
     def _told_by(self, prompt: Sequence[int]) -> list[int]:
-        """Tokens of a prompt that the text behind it depends on: the first ones that are text, and the last."""
+        """Tokens of a prompt that suffice to decode the text behind it: the first ones with text, and the last ones."""
         if len(prompt) <= 2 * CONTEXT:
             return [*prompt]
         first: list[int] = []
@@ -176,13 +180,13 @@ class Detokenizer:
 
 
 class _Window:
-    """Text of a tokenizer that only decodes whole texts: what the last tokens say more with a new one than without.
+    """Text as it comes from a tokenizer that only decodes whole texts: it decodes the last tokens with each new one.
 
-    Where a new token changes what was said before, as some tokenizers take away a space, what was shown stays.
+    Where a new token changes earlier characters, as some tokenizers take away a space, what was returned stays.
 
     Args:
         tokenizer: the model's tokenizer.
-        special: special tokens are text, too.
+        special: whether special tokens are written, too.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, special: bool) -> None:
@@ -229,28 +233,28 @@ def decoded(
     behind: Sequence[int] = (),
     special: bool = False,
 ) -> str:
-    """The text of tokens, all at once.
+    """The text of tokens that are all there.
 
     Args:
-        tokenizer: the model's tokenizer, or its vocabulary.
+        tokenizer: the model's tokenizer, or its `Vocabulary`.
         tokens: token ids to decode.
-        behind: the tokens before them.
-        special: special tokens are text, too.
+        behind: token ids before them, whose text is not returned.
+        special: whether special tokens are written, too.
     """
     detokenizer = Detokenizer(tokenizer, behind, special)
     return detokenizer.push(tokens) + detokenizer.flush()
 
 
 class TokenWalk:
-    """The tokens of a text in their order: what each is called there, its bytes, and where it begins.
+    """Names the tokens of a text one by one, with their bytes and places, as log probabilities are reported.
 
-    A name is the text that a token adds. At the beginning of a text that is less than further on, where the tokenizer
-    drops a space there.
+    A name is the text that a token adds: "the" at the beginning of a text may be " the" further on, where the tokenizer
+    drops a text's first space.
 
     Args:
         vocabulary: the model's tokens.
-        prompt: the tokens before the first one.
-        offset: where that begins.
+        prompt: token ids before the first one that is named.
+        offset: characters before the first token that is named, where offsets begin.
     """
 
     def __init__(self, vocabulary: Vocabulary, prompt: Sequence[int] = (), offset: int = 0) -> None:
@@ -259,7 +263,7 @@ class TokenWalk:
         self._detokenizer = Detokenizer(vocabulary, prompt)
 
     def add(self, token: int) -> NamedToken:
-        """Take one more token; its name and bytes."""
+        """Take the next token of the text, and return its name, bytes and place."""
         waiting = self._detokenizer.waiting
         text, data = self._detokenizer.add(token)
         begins = self.offset + (not _goes_on(waiting, data))
@@ -271,7 +275,7 @@ class TokenWalk:
 
 
 def name_of(data: bytes) -> str:
-    """A token's name by its bytes."""
+    """The name of a token with these bytes: their text, or "bytes:\\xe2\\x82" if they are no text."""
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -279,7 +283,7 @@ def name_of(data: bytes) -> str:
 
 
 def _goes_on(waiting: bytes, data: bytes) -> bool:
-    """Whether bytes belong to the character that waits for some; else that is none."""
+    """Whether bytes belong to the character that waits for more; if they don't, that one is broken."""
     try:
         codecs.getincrementaldecoder("utf-8")().decode(waiting + data[:1])
     except UnicodeDecodeError:

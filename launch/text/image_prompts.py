@@ -1,4 +1,4 @@
-"""Prompts with images: messages in a model's chat template, and what its processor makes of the images in them."""
+"""Prompts with images: messages in a model's chat template, with the tensors that its processor makes of the images."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ PROBE = "x7q5x"
 
 
 class ImagePrompt(NamedTuple):
-    """A prompt with images.
+    """A prompt with images, as decoders take it.
 
     Attributes:
-        tokens: token ids.
-        inputs: what `generate` takes besides them, by name.
+        tokens: token ids, placeholders of images among them.
+        inputs: tensors of the images that `generate` takes besides, by name, such as "pixel_values".
     """
 
     tokens: list[int]
@@ -41,14 +41,15 @@ class ImagePrompt(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ImagePrompts:
-    """Makes prompts with images for a model.
+    """Makes prompts with images for one model, or says why the model takes none.
 
     Args:
         tokenizer: the model's tokenizer.
         dtype: the model's dtype, which pixels get.
-        processor: the model's processor; None: there is none.
-        why_not: without a processor, a line that says so, and what helps.
-        one_at_a_time: held by threads that decode images for a prompt, and make it: many large ones fill the memory.
+        processor: the model's processor of images; None: there is none.
+        why_not: without a processor, the error's line: why, and what helps.
+        one_at_a_time: a lock for threads to hold while they decode a prompt's images and make it, as many large images
+            at once would fill the memory.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -61,12 +62,12 @@ class ImagePrompts:
     def of(
         cls, name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, trust_remote_code: bool = False
     ) -> ImagePrompts:
-        """Prompts for a checkpoint, whose processor is loaded where it has one.
+        """Prompts for a checkpoint, with its processor if it has one that lp can use.
 
         Args:
             name: the checkpoint, as the user gave it.
-            model: loaded.
-            tokenizer: loaded. One without a chat template gets the processor's.
+            model: the loaded model.
+            tokenizer: the loaded tokenizer; without a chat template it gets the processor's.
             trust_remote_code: run code that comes with the checkpoint.
         """
         if model.config.model_type not in EXACT:
@@ -90,10 +91,10 @@ class ImagePrompts:
         return cls(tokenizer=tokenizer, dtype=model.dtype, processor=processor)
 
     def check(self) -> None:
-        """Refuse images where the model takes none.
+        """Refuse images if the model takes none.
 
         Raises:
-            ValueError: why.
+            ValueError: why, and what helps.
         """
         if self.processor is None:
             raise UserError(self.why_not)
@@ -106,19 +107,19 @@ class ImagePrompts:
         /,
         **given: Any,
     ) -> ImagePrompt:
-        """Messages with images, up to the answer, as the processor's own `apply_chat_template` writes them.
+        """The prompt of messages with images, up to the answer, as the processor's own `apply_chat_template` writes it.
 
-        Special tokens in texts of the messages are text, those that hold an image's place among them.
+        Special tokens and image placeholders that stand in the messages' texts are encoded as plain text.
 
         Args:
             messages: messages of a chat, in which a part {"type": "image"} stands for the next image.
             images: images of the messages, in their order.
-            literal: the tokenizer's copy, where several threads encode.
+            literal: the tokenizer's copy, where several threads encode; None: the tokenizer itself.
             given: more arguments of `apply_chat_template`.
 
         Raises:
-            ValueError: as of `check`, or what the processor has against the images.
-            Exception: what the template has against the messages.
+            ValueError: the model takes no images, or its processor refuses these.
+            Exception: the template refuses the messages.
         """
         self.check()
         template = self.processor.chat_template or self.tokenizer.chat_template
@@ -146,7 +147,7 @@ class ImagePrompts:
         return ImagePrompt(made["input_ids"][0].tolist(), inputs)
 
     def _placeholders(self) -> list[str]:
-        """Texts that the processor takes for an image's place, whether or not they are special tokens."""
+        """Texts that the processor takes for the place of an image, whether or not they are special tokens."""
         owners = (self.processor, self.tokenizer)
         found = (getattr(owner, name, None) for owner in owners for name in PLACEHOLDERS)
         return [str(token) for token in found if token is not None]
@@ -158,12 +159,15 @@ class ImagePrompts:
 def for_template(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], template: str | None = None
 ) -> list[dict[str, Any]]:
-    """Messages whose texts are lists of one part, where the template of a model with images prints no others.
+    """Messages in the form that the chat template can print: some templates of models with images need lists of parts.
 
     Args:
         tokenizer: applies the template.
-        messages: with texts, or lists of parts, as their content.
-        template: the chat template; None is the tokenizer's.
+        messages: with a text, or a list of parts, as their content.
+        template: the chat template; None: the tokenizer's.
+
+    Returns:
+        Copies of the messages; a text is made a list of one part where the template prints no plain texts.
     """
     probe = [{"role": "user", "content": PROBE}]
     try:
@@ -181,11 +185,11 @@ def for_template(
 
 
 class _Hiding:
-    """A tokenizer as its processor uses it, for a text in which tokens that users wrote are hidden.
+    """A stand-in for a processor's tokenizer that encodes a text in which users' special tokens are hidden.
 
     Args:
         tokenizer: the model's tokenizer.
-        hidden: has hidden them.
+        hidden: has hidden the tokens, and encodes them as plain text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, hidden: HiddenTokens) -> None:

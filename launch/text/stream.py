@@ -1,4 +1,4 @@
-"""Text as it is generated, in colours that show what came in one step."""
+"""Generated text written as it comes, in colours that show how many tokens came in one decode step."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ STEP_COLOURS = {2: "\x1b[36m", 3: "\x1b[32m", 4: "\x1b[33m", 5: "\x1b[35m"}  # b
 
 
 def shows_colours(file: TextIO) -> bool:
-    """Whether the file is a terminal, unless NO_COLOR or TERM=dumb is set."""
+    """Whether to write colours to a file: it is a terminal, and neither NO_COLOR nor TERM=dumb is set."""
     return file.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 class Pen:
-    """Writes text, and beside it what was not generated; coloured on a terminal and bare otherwise.
+    """Writes generated text, and remarks beside it; in colours on a terminal, without them elsewhere.
 
     Args:
-        file: gets the text.
-        colour: whether the reader is a terminal that shows colours.
-        aside: gets the rest; None is the same file.
+        file: gets the generated text.
+        colour: whether `file` is a terminal that shows colours.
+        aside: gets the remarks; None: `file` does.
     """
 
     def __init__(self, file: TextIO, colour: bool, aside: TextIO | None = None) -> None:
@@ -42,15 +42,20 @@ class Pen:
         self._dims = colour if aside is None or aside is file else shows_colours(aside)
 
     def step(self, text: str, tokens: int) -> None:
-        """Write the text of one step that added so many tokens."""
+        """Write the text of one decode step, in the colour of its number of tokens.
+
+        Args:
+            text: the characters that the step completed.
+            tokens: how many tokens the step added.
+        """
         self._write(self._file, text, STEP_COLOURS.get(min(tokens, max(STEP_COLOURS)), ""), self.colour)
 
     def aside(self, text: str) -> None:
-        """Write what was not generated, dimmed on a terminal."""
+        """Write a remark, which is no generated text; dimmed on a terminal."""
         self._write(self._aside, text, DIM, self._dims)
 
     def legend(self) -> None:
-        """Write a line that says what the colours mean."""
+        """Write a line that says which colour stands for how many tokens a step; nothing without colours."""
         if self.colour:
             *fewer, most = [f"{code}{count}{RESET}" for count, code in STEP_COLOURS.items()]
             legend = f"tokens that came in one step:{RESET} 1 {' '.join(fewer)} {most} or more\n"
@@ -68,12 +73,12 @@ def _put(file: TextIO, text: str) -> None:
 
 
 class Shown(NamedTuple):
-    """A text that was written.
+    """A generated text after it was written.
 
     Attributes:
-        text: all of it.
-        output: the run that gave it.
-        interruption: what cut it short, None if nothing did; for the caller to raise.
+        text: all of the text.
+        output: what the decoder returned, or had when it was interrupted.
+        interruption: what cut the text short, for the caller to raise; None: nothing did.
     """
 
     text: str
@@ -89,15 +94,16 @@ def show(
     stream: bool = True,
     before: Callable[[], object] | None = None,
 ) -> Shown:
-    """Run a decoder and write its text, which may have been interrupted: as it comes, or at the end.
+    """Run a decoder and write its text, as it comes or at its end; an interrupted text is written, too.
 
     Args:
-        run: continues `ids`, calling back after every step.
+        run: generates the text, and calls its argument with the new tokens after every decode step.
         tokenizer: the model's tokenizer.
-        ids: the prompt.
-        pen: writes.
-        stream: whether to write after every step.
-        before: writes what the text is to stand behind, when it comes: until then the line is the wait's.
+        ids: token ids of the prompt.
+        pen: writes the text.
+        stream: whether to write after every step; else all at the end.
+        before: writes something before the text, called as soon as the first text is there; until then a line may show
+            what is being waited for.
     """
     detokenizer, parts = Detokenizer(tokenizer, ids), list[str]()
     unwritten = contextlib.ExitStack()

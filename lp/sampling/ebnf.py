@@ -38,10 +38,13 @@ ESCAPES = {"n": 10, "r": 13, "t": 9, "f": 12, "v": 11, "a": 7, "b": 8, "0": 0, "
 
 
 def ebnf_to_lark(text: str) -> Lark:
-    """The grammar of rules.
+    """The Lark grammar of rules in EBNF, as llama.cpp's GBNF writes them.
+
+    Args:
+        text: the rules; a text begins with the rule `root`.
 
     Raises:
-        ValueError: what of them is not taken, and where.
+        ValueError: what is not taken, with its line and column; or a rule that is missing.
     """
     rules = _Parser(text).rules()
     if "root" not in rules:
@@ -59,7 +62,11 @@ def ebnf_to_lark(text: str) -> Lark:
 
 
 def needs_itself(rules: Mapping[str, Node]) -> bool:
-    """Whether a rule comes again within itself."""
+    """Whether some rule refers to itself, directly or by other rules, so that the rules are no single expression.
+
+    Args:
+        rules: body of each rule, by its name.
+    """
     left = {name: names(body) for name, body in rules.items()}
     while left:
         free = [name for name, needed in left.items() if not needed & left.keys()]

@@ -1,4 +1,4 @@
-"""A checkpoint's generation config: what lp does with each of its fields, and the processors that they ask for.
+"""A checkpoint's generation config: what lp does with each of its fields, and the logits processors that they ask for.
 
 Transformers makes the processors from the config, so their order, defaults and arithmetic are those of its `generate`.
 """
@@ -27,7 +27,7 @@ AUTO, NONE = "auto", "none"  # whether decoders follow the checkpoint's
 
 
 class Does(StrEnum):
-    """What lp does with a field."""
+    """What lp does with a field of a generation config: follow it, leave it unused, or refuse it."""
 
     SCORES = "scores"  # done by a processor of transformers', on every node of a step
     CALL = "call"  # length, ends and outputs of a call: transformers hands them over, decoders have arguments for them
@@ -38,14 +38,14 @@ class Does(StrEnum):
 
 @dataclass(frozen=True)
 class Field:
-    """What lp does with one field.
+    """What lp does with one field of a generation config, such as `num_beams`.
 
     Attributes:
-        does: where lp follows it, or that it is unused or refused.
-        neutral: values that ask for nothing, beside None.
+        does: where lp follows the field, or that it is unused or refused.
+        neutral: values that ask for nothing, beside None; 1 for `num_beams`.
         why: the reason for refusing a value, and what can be done.
-        refuses: which values are refused; None: of a REFUSED field all but the neutral ones.
-        changes_tokens: a text is another one without it.
+        refuses: (value, config) -> whether lp refuses this value; None: a REFUSED field refuses all but neutral values.
+        changes_tokens: whether leaving the field out changes generated text.
     """
 
     does: Does
@@ -55,11 +55,16 @@ class Field:
     changes_tokens: bool = True
 
     def asks(self, value: Any) -> bool:
-        """Whether a value asks for something."""
+        """Whether a value of the field asks for anything: it is neither None nor neutral."""
         return value is not None and not any(value is each or value == each for each in self.neutral)
 
     def refused(self, value: Any, config: GenerationConfig) -> bool:
-        """Whether lp does not do it, in the company of a config's other fields."""
+        """Whether lp refuses a value of the field.
+
+        Args:
+            value: the field's value.
+            config: the config with all other fields, on which it may depend.
+        """
         if not self.asks(value):
             return False
         return self.refuses(value, config) if self.refuses else self.does is Does.REFUSED
@@ -70,7 +75,7 @@ def _contrastive(alpha: float, config: GenerationConfig) -> bool:
 
 
 def _watermark(watermark: Any, config: GenerationConfig) -> bool:
-    """The one fails where a rejected draft token leaves no green token, the other remembers what it has seen."""
+    """Whether a watermark is refused: "selfhash" fails where no token is green, SynthID's depends on earlier calls."""
     return getattr(watermark, "seeding_scheme", "") == "selfhash" or hasattr(watermark, "ngram_len")
 
 
@@ -186,7 +191,7 @@ WARPERS = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsi
 
 
 def refusals(config: GenerationConfig) -> dict[str, str]:
-    """The fields of a config that lp does not do, and the reason for each."""
+    """The fields of a generation config that lp refuses, each with a line for the user: its value and the reason."""
     found = {}
     for name, field in FIELDS.items():
         if field.refused(value := getattr(config, name, None), config):
@@ -197,12 +202,12 @@ def refusals(config: GenerationConfig) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a checkpoint says of how its texts are to be sampled.
+    """A checkpoint's generation config as lp follows it, for texts whose sampling a caller leaves open.
 
     Attributes:
-        config: its generation config, without what lp does not do.
-        says: the fields that change scores and those that make it sample, by name.
-        left: what lp does not do, by name: why.
+        config: the config without the fields that lp refuses.
+        says: fields that change scores, by name, and `do_sample` where it is true.
+        left: fields that lp refuses, by name, each with the reason.
     """
 
     config: GenerationConfig
@@ -213,7 +218,7 @@ class Checkpoint:
     def of(cls, config: GenerationConfig) -> Checkpoint:
         """Read a model's generation config.
 
-        Where it samples, a field that is not set has transformers' default: `top_k` is 50.
+        Where the config samples and sets no `top_k`, transformers' default of 50 holds.
         """
         config = copy.copy(config)
         left = {name: why for name, why in refusals(config).items() if FIELDS[name].changes_tokens}
@@ -229,23 +234,31 @@ class Checkpoint:
 
     @property
     def samples(self) -> bool:
-        """Whether a text for which nothing is asked is sampled."""
+        """Whether the checkpoint asks for sampling, where a caller asks for nothing."""
         return bool(self.config.do_sample)
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """The fields of SamplingParams that it has a say in."""
+        """The checkpoint's settings that `SamplingParams` has fields for, by name."""
         return {name: self.says[name] for name in SAMPLED if name in self.says}
 
     def said(self, sampling: SamplingParams | None) -> dict[str, Any]:
-        """Fields of the config that are followed beside the sampling that a caller asks for, if any."""
+        """The checkpoint's settings that still hold beside a caller's sampling, by name.
+
+        Args:
+            sampling: the caller's, which wins in all its fields; None: the caller left it open.
+        """
         overridden = set() if sampling is None else {"do_sample", *SAMPLED}
         if not (self.samples if sampling is None else sampling.temperature):
             overridden |= {*WARPERS}  # greedy
         return {name: value for name, value in self.says.items() if name not in overridden}
 
     def line(self, sampling: SamplingParams | None) -> str:
-        """What of it is followed and what is not; empty where it says nothing."""
+        """One line for the user: which settings of the checkpoint are followed and which lp refuses; "" without any.
+
+        Args:
+            sampling: the caller's, which wins in all its fields; None: the caller left it open.
+        """
         parts = []
         if said := self.said(sampling):
             listed = ", ".join(f"{name}={_short(value)}" for name, value in said.items())
@@ -266,17 +279,22 @@ class Checkpoint:
         eos: Collection[int],
         device: torch.device,
     ) -> tuple[SamplingParams | None, list[LogitsProcessor]]:
-        """How a text is sampled, and every processor of it, warpers included.
+        """How a text is sampled, and all its logits processors in order, warpers included.
 
         Args:
-            sampling: what was asked for, which wins in all its fields; None follows the checkpoint.
-            processors: the caller's, each of which takes the place of the checkpoint's of its class.
+            sampling: the caller's, which wins in all its fields; None follows the checkpoint.
+            processors: the caller's logits processors; each replaces one of the same class that the checkpoint asks
+                for.
             model_config: the model's own config.
-            padding: tokens of padding before the prompt.
+            padding: tokens of left padding before the prompt.
             length: tokens of the prompt, padding included.
-            max_length: tokens of the longest text, padding included.
+            max_length: tokens of the longest text, padding and prompt included.
             eos: token ids that end the text.
             device: where processors hold their tensors.
+
+        Returns:
+            Sampling with seed and verifier alone, as all else is among the processors, and None for greedy; the
+            processors.
 
         Raises:
             ValueError: a value that transformers does not take.
@@ -315,7 +333,12 @@ class Checkpoint:
 
 
 def of_prompt(processor: LogitsProcessor, index: int) -> LogitsProcessor:
-    """A processor that is prepared for a batch, for one of its prompts."""
+    """The logits processor for one prompt of a batch, where transformers has prepared it for all of them.
+
+    Args:
+        processor: as transformers made it.
+        index: the prompt's place in the batch.
+    """
     ignored = getattr(processor, "prompt_ignore_length", None)
     if isinstance(processor, RepetitionPenaltyLogitsProcessor) and isinstance(ignored, torch.Tensor):
         processor = copy.copy(processor)  # of its own class, which may do more

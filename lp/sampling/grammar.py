@@ -1,7 +1,7 @@
-"""Texts that follow a grammar: tokens that it forbids are never sampled, at any node of a draft tree.
+"""Generated text that follows a grammar: forbidden tokens are never sampled, at any node of a draft tree.
 
-`lp.sampling.grammar_compiler` makes grammars by llguidance; another library takes its place by the two protocols below.
-n: nodes, L: tokens of the prefix, V: vocabulary.
+`lp.sampling.grammar_compiler` makes grammars by llguidance; another library takes its place by the protocols `Grammar`
+and `Matcher`. n: nodes, L: tokens of the prefix, V: vocabulary.
 """
 
 from __future__ import annotations
@@ -21,56 +21,65 @@ WORD = 32  # tokens whose bits are one int32 of a mask
 
 
 class GrammarError(UserError):
-    """A text can't go on to follow its grammar. The message begins with what is at fault, "the grammar"."""
+    """Raised where a text can't go on to follow its grammar. The message begins with "the grammar"."""
 
 
 class Matcher(Protocol):
-    """A place in a text that follows a grammar."""
+    """A position in a text that follows a grammar; it moves token by token, and says which tokens may come next."""
 
     def accept(self, token: int) -> bool:
-        """Go on by a token; False, and the place stays, where the grammar forbids it or the text has ended."""
+        """Move behind the next token; False, without a move, where the grammar forbids it or the text has ended."""
         ...
 
     def rollback(self, count: int) -> None:
-        """Go back by so many accepted tokens."""
+        """Move back before the last `count` accepted tokens."""
         ...
 
     @property
     def ended(self) -> bool:
-        """An EOS was accepted: nothing follows."""
+        """Whether an EOS token was accepted, behind which nothing may come."""
         ...
 
     def allowed(self, mask: torch.Tensor) -> None:
-        """Write which tokens may follow: bits of int32 (V / 32,), the lowest bit of a word first; on the host."""
+        """Write into a bit mask which tokens may come next.
+
+        Args:
+            mask: int32 (ceil(V / 32),) on the CPU, all of it written: the bit of a token is bit `token % 32`, from the
+                lowest on, of word `token // 32`.
+        """
         ...
 
     def forced(self) -> list[int]:
-        """Tokens that are likely to follow because their characters must; none where nothing must."""
+        """Draft tokens: what probably comes next, since the grammar leaves one choice of characters; else []."""
         ...
 
 
 class Grammar(Protocol):
-    """What a text has to follow.
+    """A compiled grammar, which gives each text a matcher of its own.
 
     Attributes:
-        text: what it was made from, by which ranks compare it.
+        text: what it was made from, such as a JSON schema; ranks compare it.
     """
 
     text: str
 
     def matcher(self, eos: Sequence[int]) -> Matcher:
-        """A matcher at the beginning of a text that one of these tokens ends."""
+        """A matcher at the beginning of a text.
+
+        Args:
+            eos: token ids that end the text, where the grammar lets it end.
+        """
         ...
 
 
 class Cursor:
-    """A matcher that goes to a text, and to branches behind it.
+    """Moves a matcher from text to text by the fewest tokens: to a generated text, and to draft branches behind it.
 
     Args:
         matcher: a matcher at the beginning of a text.
 
     Attributes:
-        text: the tokens behind which it is.
+        text: token ids that the matcher has accepted.
     """
 
     def __init__(self, matcher: Matcher) -> None:
@@ -78,7 +87,14 @@ class Cursor:
         self.text: list[int] = []
 
     def go_to(self, text: Sequence[int]) -> bool:
-        """Go to a text from its beginning; False where the grammar forbids it, and the place is then a part of it."""
+        """Move the matcher to the end of a text, which need not go on from where the matcher is.
+
+        Args:
+            text: token ids from the text's beginning.
+
+        Returns:
+            False if the grammar forbids the text; the matcher is then behind the longest part of it that is allowed.
+        """
         text = list(text)
         if text[: len(self.text)] != self.text:
             lengths = range(1, min(len(self.text), len(text)) + 1)
@@ -88,23 +104,26 @@ class Cursor:
         return all(self.go_on(token) for token in text[len(self.text) :])
 
     def go_on(self, token: int) -> bool:
-        """Go on by a token, if the grammar takes it."""
+        """Move the matcher behind one more token; False, without a move, where the grammar forbids it."""
         if self.matcher.ended or not self.matcher.accept(token):
             return False
         self.text.append(token)
         return True
 
     def go_back(self, count: int) -> None:
-        """Go back by so many tokens."""
+        """Move the matcher back by `count` tokens."""
         if count:
             self.matcher.rollback(count)
             del self.text[-count:]
 
     def visit(self, branches: Sequence[Sequence[int]]) -> Iterator[tuple[int, bool]]:
-        """Go to every branch behind the text, by the shortest way, and back to the text at the end.
+        """Move the matcher to the end of each branch of a draft tree, by the fewest tokens, and back at last.
+
+        Args:
+            branches: for each node its tokens behind the text, up to and with the node itself.
 
         Yields:
-            The index of the branch, and whether the grammar takes all of it; if so, the place is behind it.
+            Index of a branch, and whether the grammar allows all of it; if so, the matcher is at its end just now.
         """
         start = len(self.text)
         try:
@@ -118,7 +137,7 @@ class Cursor:
 
 
 def common_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many first tokens are the same."""
+    """How many tokens two sequences have in common at their beginnings."""
     for at, (a, b) in enumerate(zip(one, other, strict=False)):
         if a != b:
             return at
@@ -126,15 +145,15 @@ def common_length(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 class GrammarProcessor(LogitsProcessor):
-    """Masks what a grammar forbids, of each node by its own prefix.
+    """Logits processor that sets the scores of tokens that a grammar forbids to -inf, for each node by its own prefix.
 
-    A node that the grammar forbids itself is left as it is: no walk reaches it, as its parent never samples it. Where
-    the processors before this one left no token that it allows, all scores are NaN, so that none is sampled.
+    A node whose own prefix is forbidden keeps its scores: verification cannot reach it, as its parent never samples it.
+    Where earlier processors left no token that the grammar allows, all scores are NaN, so that none is sampled.
 
     Args:
-        grammar: what the text follows.
-        eos: tokens that end it.
-        prompt_tokens: how many tokens the prompt has, padding included, behind which the text begins.
+        grammar: what the generated text follows.
+        eos: token ids that end the text.
+        prompt_tokens: tokens of the prompt, left padding included; the grammar begins behind them.
     """
 
     per_branch = True
@@ -145,21 +164,21 @@ class GrammarProcessor(LogitsProcessor):
         self._cursor = Cursor(grammar.matcher(eos))
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Scores (n, V); -inf where a token is forbidden.
+        """Scores (n, V), with -inf for forbidden tokens.
 
         Args:
-            input_ids: (n, L).
+            input_ids: int64 (n, L), the prefix of each node; all begin with one prompt.
             scores: (n, V).
         """
         first, *_ = rows = input_ids.tolist()
         return self.of_branches(first[: self.prompt_tokens], [row[self.prompt_tokens :] for row in rows], scores)
 
     def of_branches(self, text: Sequence[int], branches: Sequence[Sequence[int]], scores: torch.Tensor) -> torch.Tensor:
-        """Scores (n, V) of nodes behind one text, whose length then costs nothing for each of them.
+        """Scores (n, V) of nodes behind one text, with -inf for forbidden tokens; `__call__` is slower on long texts.
 
         Args:
-            text: padding, prompt and generated tokens.
-            branches: the tokens of every node behind the text, up to the node itself.
+            text: token ids of padding, prompt and generated tokens.
+            branches: for every node its tokens behind the text, up to and with the node itself.
             scores: (n, V).
         """
         num_nodes, vocabulary = scores.shape

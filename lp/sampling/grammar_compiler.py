@@ -1,4 +1,4 @@
-"""Grammars by llguidance (extra `grammar`): JSON schemas, regular expressions, EBNF.
+"""Grammars by llguidance (extra `grammar`): JSON schemas, regular expressions and EBNF become masks of allowed tokens.
 
 llguidance limits the work of a grammar and of a mask by counts of its own, not by a clock: every rank decides alike.
 """
@@ -35,7 +35,7 @@ MOST_DRAFTED = 256  # tokens that must follow: no step has room for more
 
 
 class GrammarCompiler:
-    """Makes grammars for one model.
+    """Makes grammars that a model's generated text can follow; the last ones are remembered.
 
     Args:
         tokenizer: the model's tokenizer.
@@ -56,12 +56,15 @@ class GrammarCompiler:
         self._lock = threading.Lock()
 
     def json_schema(self, schema: Mapping[str, Any] | str | bool) -> LLGrammar:
-        """JSON that follows a schema, with a space behind commas and colons and no other white space.
+        """A grammar of the JSON values that a schema allows, with a space behind commas and colons, and no other.
 
-        A small model that may write any writes nothing else.
+        White space is fixed since a small model that may write any can go on with it without end.
+
+        Args:
+            schema: a JSON schema: as a dict, as JSON text, or True for any JSON value.
 
         Raises:
-            ValueError: it is no schema, or has what is not enforced exactly: the keyword and its place.
+            ValueError: it is no schema, or has a keyword that can't be enforced exactly; named with its place.
         """
         try:
             text = schema if isinstance(schema, str) else json.dumps(schema)
@@ -70,23 +73,29 @@ class GrammarCompiler:
         return self._grammar("json_schema", text, lambda: schema_to_lark(text))
 
     def json(self) -> LLGrammar:
-        """The grammar of any JSON value."""
+        """A grammar of any JSON value."""
         return self.json_schema(True)
 
     def regex(self, pattern: str) -> LLGrammar:
-        """What a regular expression matches from its beginning to its end: `lp.sampling.regex_syntax`.
+        """A grammar of the texts that a regular expression matches from their beginning to their end.
+
+        Args:
+            pattern: the expression, in the syntax of `lp.sampling.regex_syntax`.
 
         Raises:
-            ValueError: it is none, or has what is not taken.
+            ValueError: it is no expression, or has syntax that is not taken.
         """
         check_kind("regex", pattern, str, "a regular expression as a string")
         return self._grammar("regex", pattern, lambda: _regex_to_lark(whole(pattern)))
 
     def ebnf(self, rules: str) -> LLGrammar:
-        """What follows rules in EBNF (GBNF), from `root` on: `lp.sampling.ebnf`.
+        """A grammar from rules in EBNF (GBNF), which begins with the rule `root`.
+
+        Args:
+            rules: the rules, in the syntax of `lp.sampling.ebnf`.
 
         Raises:
-            ValueError: they are none, or have what is not taken.
+            ValueError: they are no rules, or have syntax that is not taken.
         """
         check_kind("ebnf", rules, str, "rules as a string")
         return self._grammar("ebnf", rules, lambda: ebnf_to_lark(rules))
@@ -115,10 +124,10 @@ def _regex_to_lark(node: Node) -> Lark:
 
 
 def _tokens_of(tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> Any:
-    """The vocabulary, as llguidance has it.
+    """llguidance's form of the vocabulary.
 
     Raises:
-        ValueError: it does not know how the tokenizer writes bytes.
+        ValueError: llguidance does not know how the tokenizer writes bytes.
     """
     from llguidance import hf
 
@@ -135,16 +144,16 @@ class _DeadEndError(GrammarError):
 
 
 class LLGrammar:
-    """A compiled grammar.
+    """A grammar that llguidance has compiled, which gives each text a matcher of its own.
 
     Args:
-        tokens: the tokenizer, as llguidance has it.
+        tokens: llguidance's form of the tokenizer.
         vocabulary: V, how many tokens the LM head has.
-        lark: the grammar. Tokens that must follow are not looked for where they might be without end.
-        text: what it was made from.
+        lark: the grammar. No forced tokens are looked for where a forced text may be very long.
+        text: what the grammar was made from, such as "regex [a-z]+"; ranks compare it.
 
     Raises:
-        ValueError: it is too large, or no text follows it.
+        ValueError: the grammar is too large, or no text follows it that the model can write.
     """
 
     def __init__(self, tokens: Any, vocabulary: int, lark: Lark, text: str) -> None:
@@ -166,7 +175,11 @@ class LLGrammar:
                 raise UserError("no text follows it that the model can write; mend it")
 
     def matcher(self, eos: Sequence[int]) -> Matcher:
-        """A matcher at the beginning of a text that one of these tokens ends."""
+        """A matcher at the beginning of a text.
+
+        Args:
+            eos: token ids that end the text, where the grammar lets it end.
+        """
         matcher = _Matcher(self._start.deep_copy(), eos, [*self._tokens.eos_tokens], self._vocabulary, self._forces)
         if self._marked is None or self._words is None:
             return matcher
@@ -189,14 +202,14 @@ def _words_of(tokens: Any, vocabulary: int) -> Words:
 
 
 class _Matcher:
-    """EOS tokens are handled here: those of a call are not always the tokenizer's.
+    """A matcher by llguidance, but for EOS tokens: those of a call are not always the tokenizer's, so it handles them.
 
     Args:
-        matcher: llguidance's.
-        eos: tokens that end the text, and are never within it.
-        own: the tokens that llguidance takes for ends.
+        matcher: llguidance's own, at the beginning of a text.
+        eos: token ids that end the text, and are never within it.
+        own: token ids that llguidance takes for ends.
         vocabulary: V.
-        forces: see `LLGrammar`.
+        forces: whether forced tokens are looked for.
     """
 
     def __init__(self, matcher: Any, eos: Sequence[int], own: Sequence[int], vocabulary: int, forces: bool) -> None:

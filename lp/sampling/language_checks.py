@@ -1,4 +1,4 @@
-"""Whether a language has a text, and which, asked of llguidance: in linear time, whatever the expression."""
+"""Whether a regular language has a text at all, or a given one: asked of llguidance, which answers in linear time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ class _ByteTokens:
 
 @cache
 def byte_tokenizer() -> Any:
-    """A vocabulary of all bytes, with an EOS and a mark behind them, which only grammars with marks have."""
+    """llguidance's tokenizer with a token for each of the 256 bytes, an EOS and a mark, for checks by the byte.
+
+    Only grammars with marks have the mark: where a list of unique items begins (`lp.sampling.unique_items`).
+    """
     import llguidance
     from llguidance._tokenizer import TokenizerWrapper
 
@@ -35,14 +38,21 @@ def byte_tokenizer() -> Any:
 
 @lru_cache(maxsize=256)
 def has_no_text(right_side: str) -> bool:
-    """Whether a terminal in Lark has no text at all."""
+    """Whether a terminal matches no text at all, as where two patterns of a JSON schema contradict each other.
+
+    Args:
+        right_side: what the terminal matches, in llguidance's Lark, such as "(/a/ & /b/)".
+
+    Raises:
+        UnplacedError: the terminal is too large.
+    """
     matcher = _matcher(right_side)
     allowed = int.from_bytes(matcher.compute_bitmask(), "little")
     return not matcher.is_accepting() and not allowed % (1 << _ByteTokens.eos_token_id)
 
 
 class Language:
-    """The texts of an expression.
+    """The set of texts that an expression matches as a whole, for checks of single texts.
 
     Args:
         node: the expression.
@@ -53,7 +63,7 @@ class Language:
         self._start: Any = None
 
     def has(self, text: str) -> bool:
-        """Whether a text is one of them."""
+        """Whether the expression matches this text from its beginning to its end."""
         if self._start is None:
             self._start = _matcher(self._right_side)
         matcher = self._start.deep_copy()
@@ -61,7 +71,7 @@ class Language:
         return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
 
     def is_empty(self) -> bool:
-        """Whether the language has no text."""
+        """Whether the expression matches no text at all."""
         return has_no_text(self._right_side)
 
 

@@ -1,4 +1,4 @@
-"""Grammars in llguidance's Lark, from rules: those without a text are left out; how long one must be is known."""
+"""Grammars in llguidance's Lark, written from rules; rules that no text follows are left out."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ MOST_ROUNDS = 64
 
 @dataclass(frozen=True)
 class Lexeme:
-    """What is looked for in one piece: the longest text of a terminal.
+    """A part of a rule that llguidance's lexer reads in one piece, as the longest text that matches.
 
     Attributes:
-        right_side: what the terminal says.
+        right_side: what it matches, as the right side of a Lark terminal.
         length: characters of its shortest text.
     """
 
@@ -31,7 +31,13 @@ class Lexeme:
 
 @dataclass(frozen=True)
 class Unique:
-    """So many of some lexemes, in any order, none of them twice, with another one between."""
+    """Alternatives in any order, none of them twice: the items of a list with `uniqueItems` and few values.
+
+    Attributes:
+        parts: the alternatives, each a sequence of parts.
+        between: what stands between two of them, such as a comma.
+        least, most: bounds of their number.
+    """
 
     parts: tuple[tuple[Part, ...], ...]
     between: Lexeme
@@ -41,19 +47,19 @@ class Unique:
 
 @dataclass(frozen=True)
 class Mark:
-    """A place where a list begins whose items are all different, which the grammar does not say."""
+    """Marks in a grammar where a list of different items begins, for `lp.sampling.unique_items`, which enforces it."""
 
 
 Part = Node | Lexeme | Unique | Mark
 
 
 class Lark(NamedTuple):
-    """A grammar.
+    """A grammar in llguidance's Lark.
 
     Attributes:
         text: the grammar.
         longest: how many characters a text that must follow may have: infinite if it may have no end.
-        marked: the grammar with its marks, each a token; "" where it has none.
+        marked: the grammar with a token for each `Mark`; "" where it has none.
     """
 
     text: str
@@ -62,10 +68,14 @@ class Lark(NamedTuple):
 
 
 def to_lark(rules: Mapping[str, Part], root: str) -> Lark:
-    """The grammar.
+    """The Lark grammar of some rules.
+
+    Args:
+        rules: body of each rule, by its name.
+        root: name of the rule that a text begins with.
 
     Raises:
-        ValueError: no text follows the rules.
+        ValueError: no text follows the rules, or there are too many.
     """
     if len(rules) > MOST_RULES:
         raise UserError(f"the grammar has {len(rules)} rules, of at most {MOST_RULES}; ask for less of the form")
@@ -77,11 +87,11 @@ def to_lark(rules: Mapping[str, Part], root: str) -> Lark:
 
 
 class _Writer:
-    """Writes rules.
+    """Writes rules as Lark.
 
     Attributes:
-        lengths: characters of the shortest text, of every rule that has one.
-        has_marks: some rule that was written has one.
+        lengths: characters of the shortest text, for every rule that has a text.
+        has_marks: whether a rule that was written has a mark.
     """
 
     def __init__(self, rules: Mapping[str, Part]) -> None:
@@ -154,7 +164,7 @@ class _Writer:
         return list(reached)
 
     def text(self, root: str, with_marks: bool = False) -> str:
-        """The grammar, with its marks or without."""
+        """The Lark of all rules that the root needs, with marks or without."""
         self._with_marks = with_marks
         self._terminals, self._extra = {}, []
         self._numbers = {name: number for number, name in enumerate(self._reached(root))}
@@ -193,7 +203,7 @@ class _Writer:
         raise AssertionError(part)
 
     def _unique(self, part: Unique) -> str:
-        """Rules with a bit of each part that came."""
+        """Extra rules for a `Unique`, which count in bits the alternatives that came; returns how to begin them."""
         name = f"u{len(self._extra)}"
         end = [f'"" %if bit_count_ge(_, {part.least})']
         between = self._written(part.between)
@@ -210,7 +220,11 @@ class _Writer:
 
 
 def count(least: int, most: int | None) -> str:
-    """A count as Lark has it."""
+    """The count of a repeat in Lark's syntax, such as "*" or "{2,}".
+
+    Args:
+        least, most: how often the repeated part comes; None: there is no most.
+    """
     if (least, most) in ((0, None), (1, None), (0, 1)):
         return {(0, None): "*", (1, None): "+", (0, 1): "?"}[least, most]
     return f"{{{least},{'' if most is None else most}}}"

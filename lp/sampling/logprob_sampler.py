@@ -1,6 +1,6 @@
-"""Log probabilities of the tokens of a text, recorded step by step.
+"""Log probabilities of generated tokens, recorded step by step.
 
-n: sampled nodes of a step, V: vocabulary, K: likeliest tokens that are recorded beside each.
+n: sampled nodes of a step, V: vocabulary, K: how many of the likeliest tokens are recorded for each position.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from lp.sampling.sampler import Sampler
 
 
 class Logprob(NamedTuple):
-    """A token's probability under the model's own distribution: without temperature, processors and warpers.
+    """A generated token's log probability in the model's own distribution: before temperature, processors and warpers.
 
     Attributes:
-        token: its id.
+        token: token id.
         logprob: natural logarithm of its probability.
-        top: (token, log probability) of the K likeliest tokens.
+        top: (token id, log probability) of the K likeliest tokens at its position, likeliest first.
     """
 
     token: int
@@ -28,14 +28,14 @@ class Logprob(NamedTuple):
 
 
 class LogprobSampler(Sampler):
-    """Records the log probabilities of the tokens that another sampler samples.
+    """Samples as another sampler does, and records the log probabilities of the tokens that the text accepts.
 
     Args:
-        inner: samples.
+        inner: the sampler that samples.
         num_top: K.
 
     Attributes:
-        recorded: log probabilities of the text's tokens; whoever reads them may take them away.
+        recorded: log probabilities of the text's generated tokens, in order; a reader may empty the list.
     """
 
     def __init__(self, inner: Sampler, num_top: int) -> None:
@@ -52,7 +52,7 @@ class LogprobSampler(Sampler):
     def scores(
         self, logits: torch.Tensor, branches: Sequence[Sequence[int] | None], text: Sequence[int]
     ) -> torch.Tensor:
-        """The inner sampler's scores; the step's logits are held until `record`."""
+        """Scores (n, V) of the inner sampler; `record` will need the logits. Arguments as in `Sampler.scores`."""
         self._logits = logits
         return self.inner.scores(logits, branches, text)
 
@@ -72,11 +72,11 @@ class LogprobSampler(Sampler):
 
 
 def logprobs_of(logits: torch.Tensor, tokens: Sequence[int], num_top: int) -> list[Logprob]:
-    """The log probabilities of these tokens.
+    """Log probabilities of given tokens, and of the likeliest tokens beside each.
 
     Args:
-        logits: (n, V).
-        tokens: one for each row.
+        logits: (n, V), the model's own.
+        tokens: a token id for each row.
         num_top: K.
     """
     logprobs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)

@@ -1,11 +1,11 @@
-"""Scores and samples of nodes as tensors, by one call for several texts.
+"""Scores and sampled tokens of nodes as tensor operations, by one call for several texts.
 
-What a text asks for is data, a row of numbers, so that one call and one captured step serve texts that ask for
-different things. Every operation is that of transformers' processor of the same name: on a CPU bit for bit, on a GPU to
-the last bit, where torch divides by a number by multiplying with its inverse. What no numbers can say goes through
+A text's settings are data, a row of numbers: so one call, and one captured step, serves texts with different settings.
+Every operation is that of transformers' processor of the same name: on a CPU bit for bit, on a GPU to the last bit,
+where torch divides by a number by multiplying with its inverse. Processors that numbers cannot stand for go through
 `lp.sampling.processors`.
 
-n: sampled nodes, Q: texts, V: vocabulary, T: tokens of the pass, U: tokens that some text has had.
+n: sampled nodes, Q: texts, V: vocabulary, T: tokens of the pass, U: different tokens that came in some text.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ KthBest = Callable[[torch.Tensor, int], torch.Tensor]  # of scores (n, V) the k 
 
 
 class Operation(IntFlag):
-    """What some text of a call asks for."""
+    """Operations on scores that a call has to do, as flags: what no text of the call asks for is left out."""
 
     NONE = 0
     COUNTS = 1
@@ -45,16 +45,16 @@ COUNTING = Operation.COUNTS | Operation.REPETITION  # what looks at the tokens b
 
 
 class Numbers(NamedTuple):
-    """What a text asks for; the defaults change nothing.
+    """One text's sampling settings as a row of numbers; the defaults change nothing.
 
     Attributes:
-        first_counted: position of the first token that counts for `presence` and `frequency`.
-        presence: subtracted from the logits of generated tokens.
-        frequency: subtracted once for each time.
+        first_counted: position of the first token that counts as generated, for `presence` and `frequency`.
+        presence: subtracted once from the logit of each token that was generated.
+        frequency: subtracted from a token's logit for each time that it was generated.
         repetition: transformers' repetition_penalty.
-        temperature: what scores are divided by.
-        top_k: 0 keeps all tokens.
-        one_minus_top_p: the least likely tokens, which together have at most this probability, are left out; -1: none.
+        temperature: scores are divided by it.
+        top_k: the k likeliest tokens are kept; 0 keeps all.
+        one_minus_top_p: the least likely tokens that together have at most this probability are left out; -1: none.
         min_p: tokens less likely than this share of the likeliest one's probability are left out.
     """
 
@@ -69,7 +69,7 @@ class Numbers(NamedTuple):
 
     @property
     def operations(self) -> Operation:
-        """What has to be done, where a call has this text alone."""
+        """The operations that these settings need, in a call for this text alone."""
         asked = {
             Operation.COUNTS: self.presence or self.frequency,
             Operation.REPETITION: self.repetition != 1,
@@ -86,11 +86,11 @@ NUM_NUMBERS = len(Numbers())
 
 @dataclass(frozen=True)
 class ScoreRules:
-    """A text's processors, as numbers and as functions of the scores alone.
+    """One text's logits processors in a form that one call can apply to nodes of several texts.
 
     Attributes:
-        numbers: what those processors do that numbers can say.
-        before, after: the other ones, which are applied before and behind these.
+        numbers: settings of the processors that `Numbers` has a field for.
+        before, after: other processors, functions of the scores alone, which are applied before and behind these.
     """
 
     numbers: Numbers
@@ -99,11 +99,11 @@ class ScoreRules:
 
     @classmethod
     def of(cls, processors: Iterable[LogitsProcessor], padding: int = 0) -> ScoreRules | None:
-        """Rules for a text; None where one of its processors can't be said so.
+        """Rules of a text; None if one of its processors has to be applied by the host, as it looks at prefixes.
 
         Args:
             processors: the text's processors, in the order in which they are applied.
-            padding: tokens of left padding, which penalties count and positions do not.
+            padding: tokens of the prompt's left padding, which penalties count and positions do not.
         """
         before: list[LogitsProcessor] = []
         after: list[LogitsProcessor] = []
@@ -123,17 +123,17 @@ class ScoreRules:
 
     @cached_property
     def operations(self) -> Operation:
-        """What has to be done, where a call has this text alone."""
+        """The operations that the numbers need, in a call for this text alone."""
         return self.numbers.operations
 
     @property
     def counts(self) -> bool:
-        """Whether it looks at what tokens came before."""
+        """Whether a penalty needs to know how often each token came before a node."""
         return bool(self.operations & COUNTING)
 
     @cached_property
     def functions_key(self) -> str:
-        """Names and settings of `before` and `after`, which texts of one call have alike."""
+        """Names and settings of the processors in `before` and `after`, equal for all texts of a call; "" if none."""
         if not (self.before or self.after):
             return ""
         described = [[(type(p).__name__, plain_settings(vars(p))) for p in part] for part in (self.before, self.after)]
@@ -141,7 +141,7 @@ class ScoreRules:
 
 
 def _numbers_of(processor: LogitsProcessor, padding: int) -> dict[str, float] | None:
-    """What a processor says in numbers; None: it can't."""
+    """A processor's settings as fields of `Numbers`, in the order of these; None: there are no fields for them."""
     settings = vars(processor)
     if settings.get("filter_value", -math.inf) != -math.inf or settings.get("min_tokens_to_keep", 1) != 1:
         return None
@@ -162,13 +162,13 @@ def _numbers_of(processor: LogitsProcessor, padding: int) -> dict[str, float] | 
 
 
 class CallRules(NamedTuple):
-    """What a call does to scores, whichever texts' numbers it is given: a captured call's shape.
+    """What a call does to scores, whatever its texts' numbers are: decides which captured step can do the call.
 
     Attributes:
-        operations: what any of its texts asks for.
-        most_k: the largest top_k that its numbers may have.
-        functions_key: what `ScoreRules.functions_key` is for every text.
-        noise: whether samples are under noise.
+        operations: operations that some text of the call asks for.
+        most_k: the largest top_k that a text may have, a power of 2; 0: none has a top_k.
+        functions_key: `ScoreRules.functions_key`, equal for all texts of the call.
+        noise: whether Gumbel noise is added to scores before the argmax.
     """
 
     operations: Operation
@@ -178,7 +178,12 @@ class CallRules(NamedTuple):
 
     @classmethod
     def of(cls, rules: Sequence[ScoreRules], noise: bool) -> CallRules:
-        """The rules of one call that samples these texts, all of which have the same `functions_key`."""
+        """Rules of one call that samples nodes of these texts.
+
+        Args:
+            rules: each text's rules, all with an equal `functions_key`.
+            noise: whether Gumbel noise is added for some of them.
+        """
         operations = Operation.NONE
         for own in rules:
             operations |= own.operations
@@ -188,17 +193,21 @@ class CallRules(NamedTuple):
 
     @property
     def counts(self) -> bool:
-        """Whether it looks at what tokens came before."""
+        """Whether some text's penalty needs to know how often each token came before a node."""
         return bool(self.operations & COUNTING)
 
     @property
     def shardable(self) -> bool:
-        """Whether a part of the vocabulary, and the k best scores of all of it, are enough."""
+        """Whether a rank with a part of the LM head can process that part's scores, given the k best of all."""
         within = Operation.TEMPERATURE | Operation.TOP_K
         return not (self.functions_key or self.operations & ~within)
 
     def serves(self, other: CallRules) -> bool:
-        """Whether a call by these gives what a call by the others gives, with perhaps more work."""
+        """Whether a step that was captured for these rules can do a call with other rules, perhaps with more work.
+
+        Args:
+            other: rules of the call to be done.
+        """
         operations = self.operations & other.operations == other.operations
         noise = self.noise or not other.noise
         return operations and noise and self.most_k >= other.most_k and self.functions_key == other.functions_key
@@ -206,18 +215,19 @@ class CallRules(NamedTuple):
 
 @dataclass
 class NodeSampling:
-    """How the nodes of a call are sampled.
+    """All that one call needs to sample its nodes: the rules, and tensors with each node's settings, counts and noise.
 
     Attributes:
-        rules: what the call does.
-        functions: one text's rules, for `before` and `after`, which all texts have alike.
-        numbers: float64 (n, NUM_NUMBERS), what every node's text asks for; (1, NUM_NUMBERS) where there is one text.
-        reachable: bool (n, 1), nodes that a walk may reach; the others get the temperature alone. None: all are.
-        counts: int32 (n, V), how often each token came before each node, in the units of `lp.sampling.token_counts`;
-            None where nothing is counted.
-        columns: int64 (U,): `counts` has these tokens alone, (n, U), and no other token ever came.
-        noise_SV: the noise that is added to scores, by row; None for none.
-        noise_rows: int64 (n,), each node's row; None: row i is node i's.
+        rules: operations of the call.
+        functions: rules of any text of the call, for `before` and `after`, which are equal for all.
+        numbers: float64 (n, NUM_NUMBERS), `Numbers` of every node's text; (1, NUM_NUMBERS) in a call for one text.
+        reachable: bool (n, 1), nodes that verification may reach; the others get the temperature alone. None: all are.
+        counts: int32 (n, V), how often each token came before each node, as `lp.sampling.token_counts` counts; None
+            where no text has a penalty.
+        columns: int64 (U,), the only tokens that came before any node: `counts` has a column for each of them, (n, U).
+            None: it has all V.
+        noise_SV: Gumbel noise, a row for each position; None: none is added.
+        noise_rows: int64 (n,), row of each node's noise; None: row i is node i's.
     """
 
     rules: CallRules
@@ -230,23 +240,33 @@ class NodeSampling:
     noise_rows: torch.Tensor | None = None
 
     def sample(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores (n, V) and tokens (n,) of logits (n, V)."""
+        """Scores (n, V), and the sampled token of every node, int64 (n,), from its logits.
+
+        Args:
+            logits: (n, V).
+        """
         scores = self.scores(logits)
         return scores, finite_argmax(self.noisy(scores))
 
     def noisy(self, scores: torch.Tensor, first: int = 0) -> torch.Tensor:
-        """Scores under the noise, of the tokens from `first` on; their maximum is the sample."""
+        """Scores with the Gumbel noise added: the argmax over the vocabulary is the sampled token.
+
+        Args:
+            scores: (n, any number of tokens), before noise.
+            first: token id of the first column, where `scores` has a part of the vocabulary.
+        """
         if self.noise_SV is None:
             return scores
         noise = self.noise_SV[:, first : first + scores.shape[1]]
         return scores + (noise if self.noise_rows is None else noise.index_select(0, self.noise_rows))
 
     def scores(self, logits: torch.Tensor, best: KthBest | None = None) -> torch.Tensor:
-        """Scores (n, V), before noise: the logits themselves where nothing is asked for, else float32 or wider.
+        """Scores (n, V), before noise: float32 or wider; the logits themselves where the call has no operation.
 
         Args:
             logits: (n, V), or a part of the vocabulary where the call's rules are `shardable`.
-            best: gives the best scores of the whole vocabulary.
+            best: (scores, k) -> the k best scores of every node over the whole vocabulary, (n, k), best first; None:
+                `logits` has all of it.
         """
         functions = self.functions
         operations = self.rules.operations
@@ -289,7 +309,7 @@ class NodeSampling:
         return changed if self.columns is None else scores.index_copy(1, self.columns, changed)
 
     def _column(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """One number of every node's text, (n or 1, 1)."""
+        """One field of `Numbers` for every node's text, (n or 1, 1)."""
         column = Numbers._fields.index(name)
         return self.numbers[:, column : column + 1].to(dtype)
 
@@ -329,13 +349,13 @@ def _top_p(scores: torch.Tensor, one_minus_top_p: torch.Tensor) -> torch.Tensor:
 def counts_at_nodes(
     counts_nV: torch.Tensor, tokens_T: torch.Tensor, generated_T: torch.Tensor, visible_nT: torch.Tensor
 ) -> torch.Tensor:
-    """Add the tokens of a pass to what each node counts: int32 (n, V).
+    """Add to each node's counts the tokens of the pass that the node sees, as penalties need them: int32 (n, V).
 
     Args:
-        counts_nV: int32, the tokens before the pass; changed.
-        tokens_T: the pass's tokens; those from V on are not counted.
-        generated_T: bool, whether they count as generated.
-        visible_nT: bool, the tokens of the pass that each node sees.
+        counts_nV: int32 (n, V), counts of the tokens before the pass; changed.
+        tokens_T: int64 (T,), the pass's tokens; ids from V on are not counted.
+        generated_T: bool (T,), True: the token counts as generated; False: as the prompt's.
+        visible_nT: bool (n, T), the tokens of the pass that each node sees.
     """
     vocabulary = counts_nV.shape[1]
     ones_T = torch.where(generated_T, GENERATED, PROMPT).to(torch.int32)
@@ -345,6 +365,10 @@ def counts_at_nodes(
 
 
 def finite_argmax(scores: torch.Tensor) -> torch.Tensor:
-    """The argmax of every node, which a NaN wins; INVALID_TOKEN where it is NaN or infinite."""
+    """The token of every node: argmax of its scores, int64 (n,); INVALID_TOKEN where it would be by NaN or +inf.
+
+    Args:
+        scores: (n, V).
+    """
     best = scores.argmax(-1)
     return best.masked_fill(~(scores.gather(-1, best[:, None])[:, 0] < math.inf), INVALID_TOKEN)

@@ -42,22 +42,29 @@ def _shift(bits: torch.Tensor, by: int) -> torch.Tensor:
 
 
 def _keyed(key: int, part: int) -> int:
+    """The key that follows from a key and one more number: a hash of both, 64 bits, unsigned."""
     return _mix((key + part * _GOLDEN + _GOLDEN) & _MASK)
 
 
 def sequence_key(seed: int, sequence: int) -> int:
-    """The key that the noise of a sequence's positions starts from: 64 bits, unsigned."""
-    return _keyed(_keyed(0, seed), sequence)
-
-
-def gumbel(seed: int, sequence: int, position: int, vocabulary: int, device: torch.device) -> torch.Tensor:
-    """Standard Gumbel noise of one absolute position.
+    """The key from which the keys of all positions of a sequence are made: a hash of both arguments, 64 bits, unsigned.
 
     Args:
         seed: the generation's seed.
         sequence: index of the sequence in a batch.
-        position: where the token to be chosen is.
+    """
+    return _keyed(_keyed(0, seed), sequence)
+
+
+def gumbel(seed: int, sequence: int, position: int, vocabulary: int, device: torch.device) -> torch.Tensor:
+    """Standard Gumbel noise for every token at one position of a sequence.
+
+    Args:
+        seed: the generation's seed.
+        sequence: index of the sequence in a batch.
+        position: absolute position of the token that the noise chooses.
         vocabulary: V.
+        device: where the noise is made.
 
     Returns:
         (V,) float64.
@@ -72,7 +79,15 @@ def _gumbel_nV(keys_n: torch.Tensor, vocabulary: int) -> torch.Tensor:
 
 
 def random_bits(keys_n: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """64 random bits of every token of n positions, each with its key: (n, V) int64."""
+    """64 random bits for every token at each of n positions.
+
+    Args:
+        keys_n: int64 (n,), the positions' keys, made by `position_key`.
+        vocabulary: V.
+
+    Returns:
+        int64 (n, V).
+    """
     tokens = torch.arange(1, vocabulary + 1, device=keys_n.device)
     bits = tokens * _signed(_GOLDEN) + keys_n[:, None]  # int64 wraps
     bits = (bits ^ _shift(bits, 30)).mul_(_signed(_MIX_1))
@@ -86,20 +101,24 @@ def _uniform(bits: torch.Tensor) -> torch.Tensor:
 
 
 def position_key(seed: int, sequence: int, position: int) -> int:
-    """The key of a position's noise, as an int64."""
+    """The key that all noise of a position is made from: a hash of seed, sequence and position, as an int64.
+
+    Args:
+        seed: the generation's seed.
+        sequence: index of the sequence in a batch.
+        position: absolute position of the token that the noise chooses.
+    """
     return _signed(_keyed(sequence_key(seed, sequence), position))
 
 
 @torch.library.custom_op("lp::fill_noise", mutates_args=("noise_SV",))
 def fill_noise(noise_SV: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor) -> None:
-    """Fill rows of a buffer with the noise of positions.
-
-    On CUDA it is one kernel, where Triton is installed.
+    """Write the Gumbel noise of n positions into rows of a buffer; on CUDA by one kernel, where Triton is installed.
 
     Args:
-        noise_SV: float32 or float64, contiguous.
-        rows: int64 (n,), different ones; -1 where there is nothing to fill.
-        keys: int64 (n,), as `position_key` makes them.
+        noise_SV: float32 or float64 (S, V), S rows of noise, contiguous; changed. Its last row holds nothing of use.
+        rows: int64 (n,), different rows of the buffer; -1 where nothing is written.
+        keys: int64 (n,), a position's key for each row, made by `position_key`.
     """
     if noise_SV.is_cuda and _kernel_works(noise_SV.device, noise_SV.dtype):
         from lp.sampling.noise_kernel import launch_fill_noise  # here: it needs Triton
@@ -113,7 +132,13 @@ def fill_noise(noise_SV: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor) -
 
 
 def fill_noise_rows(noise_SV: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor) -> None:
-    """`fill_noise` in torch, of rows that are all to be filled."""
+    """Write the Gumbel noise of n positions into rows of a buffer, in plain torch, where there is no kernel.
+
+    Args:
+        noise_SV: float32 or float64 (S, V); changed.
+        rows: int64 (n,), rows of the buffer, all of which are written.
+        keys: int64 (n,), a position's key for each row, made by `position_key`.
+    """
     vocabulary = noise_SV.shape[1]
     at_once = max(1, CHUNK // vocabulary) if noise_SV.device.type == "cpu" else max(len(keys), 1)
     for own_rows, own_keys in zip(rows.split(at_once), keys.split(at_once), strict=True):
@@ -144,15 +169,17 @@ def _kernel_works(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class NoiseCache:
-    """The noise of the positions that a text's step may need, computed once each: a ring buffer by position.
+    """Gumbel noise of the positions that a sequence's steps sample, computed once each: a ring buffer by position.
+
+    Several sequences can have their rows in one buffer (S, V), so that one captured step serves them all.
 
     Args:
         seed, sequence, vocabulary, device: see `gumbel`.
         capacity: C, positions held, at least as many as a step spans.
-        dtype: the dtype of the noise that is given out.
+        dtype: dtype of the noise.
 
     Attributes:
-        first_row: where in the buffer this text's rows begin.
+        first_row: the first of this sequence's C rows in the buffer.
     """
 
     def __init__(
@@ -170,7 +197,7 @@ class NoiseCache:
 
     @property
     def noise_SV(self) -> torch.Tensor:
-        """A row of zeros, the ring buffers of some texts, and a row that is never read."""
+        """The buffer (S, V): a row of zeros, C rows for each of its sequences, and a row that is never read."""
         if self._noise_SV is None:
             self.use(self.buffer(1), 0)
         assert self._noise_SV is not None
@@ -178,43 +205,60 @@ class NoiseCache:
 
     @property
     def shape(self) -> tuple[int, int, torch.dtype]:
-        """C, V and dtype: texts for which it is the same may have one buffer."""
+        """C, V and dtype; sequences whose caches have equal ones can share a buffer."""
         return self.capacity, self.vocabulary, self.dtype
 
     def buffer(self, texts: int) -> torch.Tensor:
-        """Room for so many texts like this one, of zeros: (S, V) with S = texts * C + 2."""
+        """A new buffer of zeros for the noise of several sequences: (S, V) with S = texts * C + 2.
+
+        Args:
+            texts: how many sequences it has room for, all with this cache's `shape`.
+        """
         return torch.zeros(texts * self.capacity + 2, self.vocabulary, device=self.device, dtype=self.dtype)
 
     def use(self, noise_SV: torch.Tensor, place: int) -> None:
-        """Compute into a text's place in this buffer from now on: a captured step reads the one that it knows."""
+        """Keep the noise in this buffer from now on, since a captured step reads the buffer that it was captured with.
+
+        Args:
+            noise_SV: a buffer that `buffer` made.
+            place: index of this sequence among those of the buffer, from 0.
+        """
         first_row = 1 + place * self.capacity
         if noise_SV is not self._noise_SV or first_row != self.first_row:
             self._noise_SV, self.first_row = noise_SV, first_row
             self._positions = [-1] * self.capacity
 
     def rows(self, positions: Sequence[int]) -> list[int]:
-        """The rows of the buffer that hold the noise of these positions; those that lack it are filled."""
+        """Rows of the buffer with the noise of these absolute positions; missing noise is computed first."""
         self.fill([self], [positions])
         return self.rows_of(positions)
 
     def rows_of(self, positions: Sequence[int]) -> list[int]:
-        """The rows of these positions, filled or not."""
+        """Rows of the buffer that belong to these absolute positions, whether or not they have their noise already."""
         return [self.first_row + position % self.capacity for position in positions]
 
     def missing(self, positions: Sequence[int]) -> list[tuple[int, int]]:
-        """Rows of these positions that are to be filled, and their keys. Whoever fills them notes it by `filled`."""
+        """(row, key) for each of these positions whose noise is not in the buffer, as `fill_noise` takes them.
+
+        A caller that fills the rows says so by `filled`.
+        """
         lacking = sorted({position for position in positions if self._positions[position % self.capacity] != position})
         keys = [position_key(self.seed, self.sequence, position) for position in lacking]
         return [*zip(self.rows_of(lacking), keys, strict=True)]
 
     def filled(self, positions: Sequence[int]) -> None:
-        """Note that the buffer has the noise of these positions."""
+        """Note that the buffer now has the noise of these absolute positions."""
         for position in positions:
             self._positions[position % self.capacity] = position
 
     @staticmethod
     def fill(caches: Sequence[NoiseCache], positions: Sequence[Sequence[int]]) -> None:
-        """Compute what the buffers of several texts lack of these positions, those in one buffer all at once."""
+        """Compute the noise that the buffers of several sequences lack, by one `fill_noise` for each buffer.
+
+        Args:
+            caches: a cache for each sequence.
+            positions: for each sequence the absolute positions whose noise is needed.
+        """
         pairs: dict[int, list[tuple[int, int]]] = {}
         for cache, own in zip(caches, positions, strict=True):
             pairs.setdefault(id(cache.noise_SV), []).extend(cache.missing(own))

@@ -1,5 +1,7 @@
-"""Gumbel noise of positions in one Triton kernel: the bits of `lp.sampling.noise`, and its values to an ulp or two of a
-double's logarithms.
+"""Gumbel noise of positions by one Triton kernel, which a captured step on a GPU can launch.
+
+Its random bits are those of `lp.sampling.noise`; its noise differs from the noise there by an ulp or two of float64, as
+logarithms do.
 
 S: rows of the buffer, V: vocabulary.
 """
@@ -26,13 +28,25 @@ def _mix(value):
 
 @triton.jit
 def random_bits(key, token):
-    """64 random bits of a token of the position that the key is of, as uint64."""
+    """64 random bits, as uint64, for a token at a position: the bits of `lp.sampling.noise.random_bits`.
+
+    Args:
+        key: int64, the position's key, made by `lp.sampling.noise.position_key`.
+        token: token id, or a block of token ids.
+    """
     return _mix(key.to(tl.uint64) + (token.to(tl.uint64) + 1) * GOLDEN)
 
 
 @triton.jit
 def gumbel_of(bits):
-    """Standard Gumbel noise in float64; where 53 bits are all set the half would round up to 1: infinite noise."""
+    """Standard Gumbel noise in float64 from the upper 53 of 64 random bits.
+
+    Where these are all ones, the half that is added to them would round up to 1, whose noise is infinite: it is left
+    out.
+
+    Args:
+        bits: uint64.
+    """
     bits = bits >> 11
     half = tl.where(bits == ALL_SET, 0.0, 0.5)
     uniform = (bits.to(tl.float64) + half) * (2.0**-53)
@@ -41,7 +55,7 @@ def gumbel_of(bits):
 
 @triton.jit
 def _fill_noise_kernel(noise_base, rows_base, keys_base, vocabulary, BLOCK: tl.constexpr):
-    """Write a row's noise for a block of tokens; the grid is (blocks of tokens, rows)."""
+    """Write the noise of one row for one block of tokens; the grid is (blocks of tokens, rows)."""
     row = tl.load(rows_base + tl.program_id(1))
     if row >= 0:
         key = tl.load(keys_base + tl.program_id(1))
@@ -51,7 +65,13 @@ def _fill_noise_kernel(noise_base, rows_base, keys_base, vocabulary, BLOCK: tl.c
 
 
 def launch_fill_noise(noise_SV: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor) -> None:
-    """Write noise into rows of a tensor; the arguments are those of `lp.sampling.noise.fill_noise`."""
+    """Write the noise of positions into rows of a buffer on a GPU, by one kernel.
+
+    Args:
+        noise_SV: float32 or float64 (S, V), contiguous, on CUDA.
+        rows: int64 (n,), different rows of the buffer; -1 where nothing is written.
+        keys: int64 (n,), a position's key for each row, made by `lp.sampling.noise.position_key`.
+    """
     vocabulary = noise_SV.shape[1]
     grid = triton.cdiv(vocabulary, BLOCK), len(rows)
     assert noise_SV.is_contiguous() and rows.is_contiguous() and keys.is_contiguous()

@@ -1,6 +1,7 @@
-"""Numbers of a range as regular expressions of the texts that JSON has for them.
+"""The numbers of a range as regular expressions of their JSON texts, for the bounds of a JSON schema.
 
-A text is read as a binary float. So "more than 0.1" is "at least the next float", or 0.1000000000000000000001 would do.
+A JSON number is read as a binary float. So "more than 0.1" is "at least the next float": else the text
+0.1000000000000000000001 would do, which is read as 0.1.
 """
 
 from __future__ import annotations
@@ -24,19 +25,34 @@ EXACT_INTEGERS = 1 << 53  # of floats; those beyond stand for their neighbours, 
 
 
 def integer_terminal(low: int | None, high: int | None) -> str:
-    """The right side of a terminal in Lark, of integers from one to another."""
+    """The right side of a Lark terminal that matches the integers in [low, high], for a JSON schema's bounds.
+
+    Args:
+        low, high: the bounds; None: there is none.
+    """
     return _both_signs(low, high, _integers_from, _integers_to, INTEGER)
 
 
 def number_terminal(low: Fraction | None, high: Fraction | None) -> str:
-    """The right side of a terminal in Lark, of numbers from one to another; the bounds have finitely many decimals."""
+    """The right side of a Lark terminal that matches the decimal numbers in [low, high].
+
+    Args:
+        low, high: the bounds, which have finitely many decimals; None: there is none.
+
+    Raises:
+        ValueError: a bound without an end of its decimals, such as 1/3.
+    """
     return _both_signs(
         low, high, _decimals_from, _decimals_to, NUMBER if low is high is None else rf"{INTEGER}(?:\.[0-9]+)?"
     )
 
 
 def next_number(bound: Fraction, up: bool) -> Fraction:
-    """The float beside a bound, in decimals.
+    """The inclusive bound that stands for an exclusive one: the next float, by the decimals of its repr.
+
+    Args:
+        bound: the exclusive bound.
+        up: True: the next larger float, for a lower bound; False: the next smaller one, for an upper bound.
 
     Raises:
         ValueError: the bound is so large that floats leave integers out.
@@ -78,7 +94,12 @@ def _one_sign(sign, low, high, at_least, at_most, any_text, from_zero) -> str:  
 
 
 def _digits_from(digits: str, tail: str) -> list[str]:
-    """Numbers of as many digits that are at least these, with anything behind; what equals them is left out."""
+    """Expressions of texts that begin with as many digits as these, and a larger number; the digits themselves not.
+
+    Args:
+        digits: such as "250".
+        tail: "same": texts have as many digits; "any": any digits may follow, as behind a decimal point.
+    """
     ways = []
     for at, digit in enumerate(digits):
         if digit != "9":
@@ -137,7 +158,7 @@ def _decimals_to(high: Fraction) -> str:
 
 
 def _decimal(bound: Fraction) -> tuple[int, str]:
-    """Its integer, and its decimals without zeros at the end."""
+    """The integer part of a bound, and its decimals without zeros at the end."""
     whole, rest = divmod(bound, 1)
     digits = ""
     while rest:

@@ -1,4 +1,4 @@
-"""What a user may set of sampling."""
+"""Sampling parameters of a request: temperature, warpers, repetition penalty, seed, and how drafts are verified."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOST_PENALTY = 1e6
 
 
 class Verifier(StrEnum):
-    """How sampled text is verified."""
+    """How draft tokens of sampled text are verified: one seed gives one text, or the paper's Algorithm 4."""
 
     COUPLED = "coupled"
     REJECTION = "rejection"
@@ -32,16 +32,18 @@ class SamplingParams:
     """Sampling that reproduces: one seed gives one text with lookahead on or off, on any number of ranks.
 
     Args:
-        temperature: 0 takes the likeliest token behind the penalty, as `sampling=None` does without one; the seed and
-            what leaves tokens out (top_k, top_p, min_p, typical_p) change nothing then. Else at least 1e-20.
+        temperature: scores are divided by it: a number >= 1e-20; or 0 for greedy decoding: the likeliest token behind
+            the repetition penalty, whatever seed, top_k, top_p, min_p and typical_p are.
         top_k: keep the k likeliest tokens; 0 keeps all.
         top_p: keep the likeliest tokens that together reach this probability; 1 keeps all.
         min_p: drop tokens less likely than this share of the likeliest token's probability; 0 keeps all.
-        typical_p: locally typical sampling; 1 keeps all.
-        repetition_penalty: transformers' penalty of tokens that the text has, in [1e-6, 1e6]; 1 is none.
-        seed: 0 <= seed < 2**63; None draws one from torch's generator, rank 0's for all.
-        verifier: "coupled", or "rejection", which is equal to plain sampling in distribution only, and draws: it
-            needs a temperature > 0.
+        typical_p: locally typical sampling: keep the tokens whose surprise is nearest to the expected one and that
+            together reach this probability; 1 keeps all.
+        repetition_penalty: transformers' penalty on tokens of the prompt and of the generated text, in [1e-6, 1e6]; 1
+            is none.
+        seed: 0 <= seed < 2**63; None: rank 0 draws one from torch's generator for all ranks.
+        verifier: "coupled": the text is a function of its seed; or "rejection": it equals plain sampling in
+            distribution only, and needs a temperature > 0.
 
     Raises:
         ValueError: a value out of range, with the limit and the remedy.
@@ -84,11 +86,11 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether each token is the likeliest one behind the penalty."""
+        """Whether each token is the likeliest one behind the repetition penalty, and none is drawn."""
         return self.temperature == 0
 
     def processors(self) -> list[LogitsProcessor]:
-        """transformers' processors for these settings, in its order."""
+        """transformers' logits processors for these settings, in the order of its `generate`."""
         import transformers as tf  # takes seconds, and the apps' --help needs no processor
 
         settings: tuple[tuple[Callable[[Any], LogitsProcessor], float, float], ...] = (  # the last: changes nothing
@@ -107,7 +109,7 @@ class SamplingParams:
 
 
 def is_greedy(sampling: SamplingParams | None) -> bool:
-    """Whether tokens are not drawn."""
+    """Whether every token is the likeliest one and none is drawn: `sampling` is None, or its temperature is 0."""
     return sampling is None or sampling.greedy
 
 

@@ -1,4 +1,5 @@
-"""Penalties on tokens that came already: of a text so far, as OpenAI's interface has them, or of its last tokens.
+"""Penalties on tokens that the text has already: OpenAI's presence and frequency penalties, and penalties on recent
+tokens.
 
 n: nodes, L: tokens of the prefix, V: vocabulary.
 """
@@ -10,13 +11,13 @@ from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 
 class CountPenalty(LogitsProcessor):
-    """Subtracts from the logits of generated tokens: once, and once for each time.
+    """OpenAI's presence and frequency penalties: subtracts from the logit of each token that was generated already.
 
     Args:
-        prompt_tokens: length of the prompt, whose tokens do not count.
-        presence: subtracted once.
-        frequency: subtracted for each time.
-        last: how many last tokens count; None for all.
+        prompt_tokens: tokens of the prompt, left padding included; they do not count as generated.
+        presence: subtracted once, however often the token was generated.
+        frequency: subtracted for each time that the token was generated.
+        last: of the generated tokens only those among the last so many of the prefix count; None: all.
     """
 
     per_branch = True
@@ -28,10 +29,10 @@ class CountPenalty(LogitsProcessor):
         self.last = last
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Scores (n, V).
+        """Scores (n, V) of the next token, with the penalties subtracted.
 
         Args:
-            input_ids: (n, L).
+            input_ids: int64 (n, L), the prefix of each node.
             scores: (n, V).
         """
         first = self.prompt_tokens if self.last is None else max(self.prompt_tokens, input_ids.shape[1] - self.last)
@@ -43,11 +44,12 @@ class CountPenalty(LogitsProcessor):
 
 
 class RecentRepetitionPenalty(RepetitionPenaltyLogitsProcessor):
-    """transformers' repetition penalty on the last tokens alone, of the prompt or not.
+    """transformers' repetition penalty on the last tokens of the prefix alone, whether prompt or generated.
 
     Args:
-        penalty: what transformers calls repetition_penalty.
-        last: how many tokens.
+        penalty: transformers' repetition_penalty: positive scores are divided by it, negative ones multiplied; 1 is
+            none.
+        last: how many last tokens of the prefix count.
     """
 
     per_branch = True
@@ -57,10 +59,10 @@ class RecentRepetitionPenalty(RepetitionPenaltyLogitsProcessor):
         self.last = last
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Scores (n, V).
+        """Scores (n, V) of the next token, with the penalty applied.
 
         Args:
-            input_ids: (n, L).
+            input_ids: int64 (n, L), the prefix of each node.
             scores: (n, V).
         """
         processed: torch.Tensor = super().__call__(input_ids[:, -self.last :], scores)

@@ -1,4 +1,4 @@
-"""Logits processors on the nodes of a step, each with the prefix of its own branch.
+"""Logits processors on the nodes of a draft tree: each node is processed with the prefix of its own branch.
 
 n: nodes, V: vocabulary.
 """
@@ -60,10 +60,19 @@ LARGEST_PLAIN_TENSOR = 1024  # elements; of larger ones, such as a watermark's t
 
 
 def check_processors(processors: Iterable[LogitsProcessor]) -> list[LogitsProcessor]:
-    """Refuse, by name, a processor that may not be a function of one branch's (prefix, scores) alone.
+    """Refuse logits processors whose result for a node may depend on more than the node's own prefix and scores.
+
+    A draft tree has several branches, which a processor must not mix. Taken are transformers' processors that are known
+    to work branch by branch, and any other with the attribute `per_branch = True`.
+
+    Args:
+        processors: the caller's, in the order in which they are applied.
+
+    Returns:
+        The processors as a list.
 
     Raises:
-        ValueError: its name and the remedy.
+        ValueError: names the processor and the remedy.
     """
     checked = list(processors)
     for processor in checked:
@@ -81,15 +90,18 @@ def check_processors(processors: Iterable[LogitsProcessor]) -> list[LogitsProces
 class BranchProcessors:
     """The logits processors of one call, applied to nodes of different branches at once.
 
+    A lookahead step has nodes that verification cannot reach: they only guess n-grams, and get the temperature alone.
+
     Args:
         processors: applied in this order, warpers included.
-        padding: left padding of the prompt, which processors see and the model does not.
+        padding: token ids of the prompt's left padding, which processors see and the model does not.
 
     Attributes:
-        temperature: product of the temperatures: all that is applied to a node that no walk can reach.
-        full_vocabulary_temperature: the same where nothing else is applied; 0 where other processors are.
-        prefix_free: whether every processor is a function of the scores alone: one of transformers' own, and not a
-            subclass, so that its settings say what it does.
+        temperature: product of the temperatures of all temperature warpers; 1.0 if there is none.
+        full_vocabulary_temperature: `temperature` if there are no processors but temperature warpers, so that every
+            token may be sampled; else 0.0.
+        prefix_free: whether every processor is a function of the scores alone. A subclass of one of transformers' does
+            not count as such, as it may look at the prefix.
     """
 
     def __init__(self, processors: Iterable[LogitsProcessor], padding: Sequence[int] = ()) -> None:
@@ -106,23 +118,26 @@ class BranchProcessors:
 
     @property
     def changing(self) -> list[str]:
-        """Names of those that may make infinite scores of finite ones: all but those that only leave tokens out."""
+        """Class names of processors that may make NaN or infinite scores of finite logits, for an error's message."""
         return [type(processor).__name__ for processor in self._processors if type(processor) not in KEEP_FINITE]
 
     def settings(self) -> list[Any]:
-        """Names and settings, in a form that reads the same on every rank."""
+        """(class name, plain settings) of each processor, which ranks compare before a call."""
         return [(type(processor).__name__, plain_settings(vars(processor))) for processor in self._processors]
 
     def __call__(
         self, logits: torch.Tensor, branches: Sequence[Sequence[int] | None], text: Sequence[int]
     ) -> torch.Tensor:
-        """Scores (n, V), in float32 or wider; the logits themselves where there are no processors.
+        """Apply the processors to the logits of a step's nodes.
 
         Args:
             logits: (n, V).
-            branches: the tokens behind the text's last one, up to and with the node, for every node; None for a node
-                that no walk can reach, which gets the temperature alone.
-            text: prompt and generated tokens.
+            branches: for every node the tokens behind the last one of `text`, up to and with the node itself; None for
+                a node that verification cannot reach, which gets the temperature alone.
+            text: token ids of the prompt and of the generated tokens.
+
+        Returns:
+            Scores (n, V), float32 or wider; without processors the logits themselves.
         """
         if not self._processors:
             return logits
@@ -144,7 +159,7 @@ class BranchProcessors:
         return scores
 
     def _shared_prefix(self, text: Sequence[int]) -> list[int]:
-        """The tokens that all nodes have before them; converted once, as there may be many."""
+        """The tokens that all nodes have before them; moved to the device once, as there may be many."""
         return [*self._padding, *text] if self._sees_prefix else [text[-1]]
 
     def _own_prefix(self, branch: Sequence[int] | None) -> list[int]:
@@ -152,7 +167,9 @@ class BranchProcessors:
         return list(branch or ()) if self._sees_prefix else []
 
     def _groups(self, branches: Sequence[Sequence[int] | None]) -> list[list[int]]:
-        """Nodes that one call serves: all that can be reached, or those of one depth."""
+        """Groups of nodes that one call of a processor serves: nodes of one depth, or all where no processor sees
+        prefixes.
+        """
         groups: dict[int, list[int]] = {}
         for node, branch in enumerate(branches):
             if branch is not None:
@@ -161,11 +178,13 @@ class BranchProcessors:
 
 
 def plain_settings(values: Any, within: tuple[int, ...] = ()) -> Any:
-    """What of a processor's settings reads the same on every rank: no objects, whose names may hold addresses.
+    """A setting of a processor as plain data that is equal on ranks where the setting is, so that they can compare it.
+
+    An object becomes the name of its class, since its repr may hold an address; a large tensor becomes a hash.
 
     Args:
-        values: any of them.
-        within: identities of the collections that they are in, which one of them may hold again.
+        values: a setting, or a collection of settings.
+        within: `id` of the collections that `values` is in; a collection that holds itself becomes "..." there.
     """
     if isinstance(values, dict | set | frozenset | list | tuple):
         return "..." if id(values) in within else _plain_collection(values, (*within, id(values)))

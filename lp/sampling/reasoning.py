@@ -1,6 +1,6 @@
-"""Grammars of models that think first: free text up to the end of a reasoning block, then what the grammar says.
+"""Grammars for models that think first: any text up to the end of a reasoning block, then text that follows a grammar.
 
-The border may lie anywhere in a draft tree: every node's mask is that of its own side.
+The end of the block may lie anywhere in a draft tree: each node is masked according to the side that it is on.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from lp.sampling.grammar import WORD, Grammar, Matcher
 
 @dataclass(frozen=True)
 class ReasoningBlock:
-    """The tokens around a model's reasoning.
+    """The special tokens around a model's reasoning.
 
     Attributes:
-        begin: token id of its first token, such as <think>.
-        end: token id of its last one, such as </think>.
+        begin: token id that begins it, such as that of <think>.
+        end: token id that ends it, such as that of </think>.
     """
 
     begin: int
@@ -27,14 +27,14 @@ class ReasoningBlock:
 
 
 class BehindReasoning:
-    """A grammar that begins behind a reasoning block.
+    """A grammar for answers that may begin with a reasoning block: it holds behind the block, or at once without one.
 
-    A text begins with the block, or without one with what the grammar says. No EOS may come within the block.
+    Within the block any token may come but those that end the text.
 
     Args:
         grammar: what comes behind the block.
-        block: its tokens.
-        is_open: the prompt ends within the block.
+        block: the tokens that begin and end the block.
+        is_open: whether the prompt ends within the block, so that the answer begins there.
     """
 
     def __init__(self, grammar: Grammar, block: ReasoningBlock, is_open: bool = False) -> None:
@@ -44,12 +44,16 @@ class BehindReasoning:
         self._is_open = is_open
 
     def matcher(self, eos: Sequence[int]) -> Matcher:
-        """A place at the beginning of a text that one of these tokens ends."""
+        """A matcher at the beginning of an answer.
+
+        Args:
+            eos: token ids that end the answer, behind the block.
+        """
         return _Matcher(self._grammar.matcher(eos), self._block, self._is_open, eos)
 
 
 class _Matcher:
-    """A place before, within or behind the block.
+    """A position before, within or behind the reasoning block.
 
     Args:
         matcher: follows the grammar behind the block; nothing has been read yet.
@@ -108,7 +112,7 @@ class _Matcher:
 
     @property
     def _is_within(self) -> bool:
-        """Whether the next token is one of the block, if the grammar has not begun."""
+        """Whether the next token is within the block, provided that the grammar has not begun."""
         return self._is_open or self._length > 0
 
 

@@ -27,28 +27,37 @@ Ranges: TypeAlias = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Chars:
-    """A node of an expression: one character of a set."""
+    """A node of an expression: one character of a set.
+
+    Attributes:
+        ranges: (first, last) code points of its ranges, sorted.
+    """
 
     ranges: Ranges
 
 
 @dataclass(frozen=True)
 class Seq:
-    """A node of an expression: its parts, one after the other."""
+    """A node of an expression: parts, one after the other; without parts the empty text."""
 
     parts: tuple[Node, ...] = ()
 
 
 @dataclass(frozen=True)
 class Alt:
-    """Any of some parts; an Alt without parts matches nothing."""
+    """A node of an expression: one of some alternatives; without alternatives it matches nothing."""
 
     parts: tuple[Node, ...] = ()
 
 
 @dataclass(frozen=True)
 class Repeat:
-    """A node of an expression: its part at least and at most so many times."""
+    """A node of an expression: a part that comes several times.
+
+    Attributes:
+        part: what is repeated.
+        least, most: how often; None: there is no most.
+    """
 
     part: Node
     least: int
@@ -57,35 +66,35 @@ class Repeat:
 
 @dataclass(frozen=True)
 class And:
-    """All of some parts at once; in languages alone, not in expressions."""
+    """A node: texts that all of some parts match. A pattern has none; it comes from looks and from schemas."""
 
     parts: tuple[Node, ...]
 
 
 @dataclass(frozen=True)
 class Not:
-    """Every text but the part's; in languages alone."""
+    """A node: all texts that a part does not match. A pattern has none; it comes from looks and from schemas."""
 
     part: Node
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Whatever the rule of a name says; in EBNF alone."""
+    """A node: the texts of another rule, by its name; in grammars alone, not in patterns."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Anchor:
-    """The beginning or the end of the text; in an expression alone."""
+    """A node of a pattern: the beginning (`^`) or the end (`$`) of the text."""
 
     start: bool
 
 
 @dataclass(frozen=True)
 class Look:
-    """A check that what follows matches, or does not; in expressions alone."""
+    """A node of a pattern: a check, without reading on, that what follows matches, `(?=...)`, or not, `(?!...)`."""
 
     part: Node
     positive: bool
@@ -97,7 +106,11 @@ EMPTY = Seq()
 
 
 def united(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Sorted, without overlaps, without surrogates, which are no characters."""
+    """Ranges of code points, sorted and joined where they meet, without surrogates, which are no characters.
+
+    Args:
+        ranges: (first, last) code points, in any order.
+    """
     parts: list[tuple[int, int]] = []
     for low, high in sorted(ranges):
         for first, last in ((low, min(high, 0xD7FF)), (max(low, 0xE000), high)):
@@ -111,7 +124,7 @@ def united(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def inverted(ranges: Ranges) -> Ranges:
-    """All characters but these."""
+    """The ranges of all characters that are not in these ranges."""
     bounds = [-1, *(bound for part in united(ranges) for bound in part), LAST + 1]
     return united((bounds[at] + 1, bounds[at + 1] - 1) for at in range(0, len(bounds), 2))
 
@@ -131,30 +144,36 @@ ANYTHING = Repeat(ANY, 0, None)
 
 
 def literal(text: str) -> Node:
-    """An expression that only this text matches."""
+    """The expression that matches one given text alone."""
     return Seq(tuple(Chars(((ord(each), ord(each)),)) for each in text))
 
 
 def whole(pattern: str) -> Node:
-    """The texts that a pattern matches from their beginning to their end.
+    """The expression of the texts that a pattern matches from their beginning to their end.
+
+    Args:
+        pattern: a regular expression, in the syntax above.
 
     Raises:
-        ValueError: what of it is not taken, and where.
+        ValueError: what is not taken, and where.
     """
     return _language(_Parser(pattern).parse(), ends_are_open=False)
 
 
 def found(pattern: str) -> Node:
-    """The texts in which a pattern matches anywhere, as in JSON schemas.
+    """The expression of the texts in which a pattern matches anywhere, as `pattern` in a JSON schema does.
+
+    Args:
+        pattern: a regular expression, in the syntax above.
 
     Raises:
-        ValueError: what of it is not taken, and where.
+        ValueError: what is not taken, and where.
     """
     return _language(_Parser(pattern).parse(), ends_are_open=True)
 
 
 def takes_nothing(node: Node) -> bool:
-    """Whether the empty text is one of an expression without anchors."""
+    """Whether an expression without anchors matches the empty text."""
     match node:
         case Seq(parts):
             return all(map(takes_nothing, parts))
@@ -173,10 +192,10 @@ def takes_nothing(node: Node) -> bool:
 
 
 class Reader:
-    """Reads alternatives of sequences, character by character: patterns here, EBNF elsewhere.
+    """Base of the readers of patterns and of EBNF, which have groups and alternatives in common.
 
     Args:
-        text: what is read.
+        text: what is read, character by character.
     """
 
     def __init__(self, text: str) -> None:
@@ -373,10 +392,13 @@ def _hex(digits: str) -> int | None:
 
 @dataclass(frozen=True)
 class _Way:
-    """One way to match: what is matched, and whether this begins and ends where the text does.
+    """One way to match a part of a pattern, by which of its anchors hold.
 
     Attributes:
-        looks: languages that the whole text must be in.
+        node: what is matched, without anchors.
+        starts: the match begins where the text does.
+        ends: the match ends where the text does.
+        looks: expressions that the whole text must match.
     """
 
     node: Node
@@ -438,7 +460,7 @@ def _ways(tree: Node) -> list[_Way]:
 
 
 def _joined(one: _Way, other: _Way) -> _Way | None:
-    """One way and another behind it; None where an anchor between them cannot hold."""
+    """One way and then another; None where an anchor between them cannot hold."""
     if (other.starts and not takes_nothing(one.node)) or (one.ends and not takes_nothing(other.node)):
         return None
     if other.looks and one.node != EMPTY and (not takes_nothing(one.node) or not other.starts):
@@ -460,10 +482,12 @@ def _joined(one: _Way, other: _Way) -> _Way | None:
 
 
 def terminal(node: Node, char: Callable[[Ranges], str]) -> str:
-    """The right side of a terminal in Lark.
+    """An expression as the right side of a Lark terminal, such as '/[a-z]{1,}/'.
 
     Args:
-        char: gives the expression (of Rust's crate) of how a text has one of a set of characters.
+        node: the expression, without anchors and looks.
+        char: writes a set of characters as a regular expression of Rust's crate: `raw`, or `in_json` within JSON
+            strings.
     """
     match node:
         case And(parts):
@@ -489,7 +513,12 @@ def _is_plain(node: Node) -> bool:
 
 
 def expression(node: Node, char: Callable[[Ranges], str]) -> str:
-    """The regular expression of a node, in the syntax of Rust's crate."""
+    """An expression as a regular expression in the syntax of Rust's crate.
+
+    Args:
+        node: the expression, of Chars, Seq, Alt and Repeat alone.
+        char: writes a set of characters: `raw`, or `in_json` within JSON strings.
+    """
     match node:
         case Chars(ranges):
             return char(ranges)
@@ -507,7 +536,7 @@ NOTHING = r"[^\x{0}-\x{10ffff}]"  # matches no character
 
 
 def raw(ranges: Ranges) -> str:
-    """The pattern of one character of these, for Lark."""
+    """A set of characters as a regular expression of Rust's crate, such as "[a-z]"."""
     if not ranges:
         return NOTHING
     if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
@@ -525,7 +554,7 @@ SHORT = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 92: "\\\\"}
 
 @lru_cache(maxsize=4096)
 def in_json(ranges: Ranges) -> str:
-    """A character within a JSON string: ASCII as json.dumps writes it, any other as it is or by \\u."""
+    """A set of characters as written in JSON strings: ASCII as json.dumps does, others as they are or by \\u."""
     if not ranges:
         return NOTHING
     ways: list[str] = []
@@ -566,7 +595,11 @@ def _digit_class(low: int, high: int) -> str:
 
 
 def hex_range(low: str, high: str) -> list[str]:
-    """Expressions of the numbers from one to another, by as many hexadecimal digits."""
+    """Regular expressions that together match the hexadecimal numbers of a range, in either case.
+
+    Args:
+        low, high: the first and the last number, as texts with equally many digits, such as "d800" and "dbff".
+    """
     if not low:
         return [""]
     first, last = int(low[0], 16), int(high[0], 16)
@@ -587,7 +620,7 @@ def hex_range(low: str, high: str) -> list[str]:
 
 
 def _pairs(low: int, high: int) -> list[str]:
-    """Surrogate pairs of the characters beyond 16 bits from one to another."""
+    """Regular expressions of the \\u surrogate pairs of all characters from `low` to `high`, beyond 0xFFFF."""
     ways: list[str] = []
     one, other = low - 0x10000, high - 0x10000
     while one <= other:
@@ -607,7 +640,13 @@ def _pairs(low: int, high: int) -> list[str]:
 
 
 def lengths(node: Node) -> tuple[int, int | None]:
-    """The fewest and the most characters of a text of an expression without anchors; None: there is no most."""
+    """The fewest and the most characters of a text that an expression without anchors matches.
+
+    And, Not and Rule are not looked into in full: the fewest may be too few, and the most is None.
+
+    Returns:
+        (fewest, most); None: there is no most.
+    """
     match node:
         case Chars():
             return 1, 1
@@ -628,7 +667,7 @@ def lengths(node: Node) -> tuple[int, int | None]:
 
 
 def names(node: Node) -> set[str]:
-    """The rules that a node needs."""
+    """Names of the rules that an expression refers to, as the body of a grammar's rule does."""
     match node:
         case Rule(name):
             return {name}
@@ -640,5 +679,5 @@ def names(node: Node) -> set[str]:
 
 
 def joined(parts: Sequence[Node]) -> Node:
-    """The node of these parts one after the other."""
+    """The expression of parts that come one after the other: the part itself if there is only one."""
     return parts[0] if len(parts) == 1 else Seq(tuple(parts))

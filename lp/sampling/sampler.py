@@ -30,25 +30,29 @@ NOT_FINITE_REMEDY = "load it with dtype=float32 or bfloat16, or check its weight
 
 
 class NotFinite(UserError):
-    """A model's logits are NaN or infinite. Ranks that share steps learn it alike, from each other's messages."""
+    """Raised where a model's logits, or the scores made of them, are NaN or infinite.
+
+    Ranks that share steps raise it together, since each learns it from the other ranks' messages.
+    """
 
 
 class Sampler:
-    """Greedy sampling, and what all samplers share.
+    """Greedy sampling, and the interface of all samplers: the next token of every node of a step, from its logits.
 
     Args:
-        processors: what changes the scores of this call, warpers included.
+        processors: logits processors of this call, warpers included.
 
     Attributes:
         uses_drafts: whether a node's token depends on the draft tokens behind it.
-        noise_key: (seed, sequence) of the noise that the text is sampled under, None without.
+        noise_key: (seed, sequence) of the noise that the text is sampled under; None: there is no noise.
         full_vocabulary_temperature: the temperature where every token may be sampled; 0 for greedy sampling, or if
-            warpers leave tokens out.
-        rules: what it does to scores, for `lp.sampling.node_sampling`, which samples the nodes of all texts that have
-            some by one call; None: the host has a part in every step, by `scores` and `sample`.
-        noise: noise that the text is sampled under; None for none.
-        counts: what penalties count; None where there are none, or the host counts.
-        noisy_guesses: nodes that no walk can reach are sampled under the noise too, as the text they guess will be.
+            processors leave tokens out.
+        rules: the processors as `lp.sampling.node_sampling` takes them, which samples nodes of several texts by one
+            call; None: the host takes part in every step, by `scores` and `sample`.
+        noise: noise that the text is sampled under; None: there is none.
+        counts: token counts for the penalties in `rules`; None: there are none.
+        noisy_guesses: sample nodes that verification cannot reach under the noise, too: as the text that they guess
+            will be sampled.
     """
 
     uses_drafts = False
@@ -64,17 +68,17 @@ class Sampler:
 
     @property
     def prefix_free(self) -> bool:
-        """Whether the host need not look at a node's prefix."""
+        """Whether the host need not know the tokens before a node: no processor looks at them, or `rules` does so."""
         return self.rules is not None or self.processors.prefix_free
 
     @property
     def is_argmax(self) -> bool:
-        """Whether it is the argmax of the model's own logits."""
+        """Whether a node's token is the argmax of the model's own logits: greedy sampling without processors."""
         return type(self) is Sampler and not len(self.processors)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What ranks must agree on, by name; the seed of rejection sampling is each rank's own."""
+        """Sampling settings by name, which ranks compare before a call; each rank has its own rejection seed."""
         seed, sequence = self.noise_key or (None, None)
         return {
             "sampling": type(self).__name__,
@@ -86,7 +90,14 @@ class Sampler:
     def scores(
         self, logits: torch.Tensor, branches: Sequence[Sequence[int] | None], text: Sequence[int]
     ) -> torch.Tensor:
-        """Processed logits (n, V), before noise or draws; arguments as in `BranchProcessors`."""
+        """Logits of the nodes behind the processors, before any noise or draw: (n, V).
+
+        Args:
+            logits: (n, V).
+            branches: for every node the tokens behind the last one of `text`, up to and with the node itself; None for
+                a node that verification cannot reach.
+            text: token ids of the prompt and of the generated tokens.
+        """
         return self.processors(logits, branches, text)
 
     def sample(
@@ -96,32 +107,43 @@ class Sampler:
         branches: Sequence[Sequence[int] | None],
         drafts: Sequence[Sequence[int]],
     ) -> torch.Tensor:
-        """Tokens (n,) of nodes; INVALID_TOKEN where the scores are NaN or infinite.
+        """Sampled token of every node, int64 (n,); INVALID_TOKEN where its scores are NaN or infinite.
 
         Args:
-            scores: (n, V).
-            positions: where the nodes are; a node's token is for the position behind it.
-            branches: see `scores`; None for a node that no walk can reach.
-            drafts: the draft tokens behind every node, in order; may be empty unless `uses_drafts`.
+            scores: (n, V), as `scores` gave them.
+            positions: absolute position of each node; the sampled token is for the position behind it.
+            branches: see `scores`; None for a node that verification cannot reach.
+            drafts: for every node the draft tokens behind it, in the order in which they are tried; may be empty unless
+                `uses_drafts`.
         """
         return finite_argmax(scores)
 
     def sample_last(self, logits: torch.Tensor, text: Sequence[int]) -> int:
-        """The next token of a text, from the logits (1, V) of its last one."""
+        """The next token of a text, where a pass gave the logits of its last token alone, as a prefill does.
+
+        Args:
+            logits: (1, V).
+            text: token ids of the prompt and of the generated tokens.
+        """
         scores = self.scores(logits, [[]], text)
         return int(self.sample(scores, [len(text) - 1], [[]], [[]]))
 
     def record(self, nodes: Sequence[int], sampled_at: Sequence[int]) -> None:
-        """Called after every walk: of the nodes just sampled, these gave the text's next tokens."""
+        """Called after the verification of every step, for samplers that keep log probabilities of accepted tokens.
+
+        Args:
+            nodes: the nodes that were sampled in this step, in the order of `scores`.
+            sampled_at: those of them whose sampled tokens are the text's next tokens, in order.
+        """
 
 
 class CoupledSampler(Sampler):
-    """argmax(scores + noise of the position): one seed gives one text, whatever is drafted.
+    """Samples by argmax(scores + noise of the position): one seed gives one text, whatever is drafted.
 
     Args:
-        processors: what changes the scores of this call.
-        noise: the noise that this sequence is sampled under.
-        noisy_guesses: nodes that no walk can reach are sampled under the noise too.
+        processors: logits processors of this call, warpers included.
+        noise: noise of this sequence's positions.
+        noisy_guesses: sample nodes that verification cannot reach under the noise, too.
     """
 
     noise: NoiseCache
@@ -147,11 +169,11 @@ class CoupledSampler(Sampler):
 
 
 class RejectionSampler(Sampler):
-    """The paper's Algorithm 4: equal to plain sampling in distribution, not token by token.
+    """Samples by the paper's Algorithm 4: the text equals that of plain sampling in distribution, not token by token.
 
     Args:
-        processors: what changes the scores of this call.
-        generator: gives the rank's own draws.
+        processors: logits processors of this call, warpers included.
+        generator: random numbers of this rank.
     """
 
     uses_drafts = True
@@ -190,17 +212,17 @@ def build_sampler(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Sampler:
-    """The sampler of one call.
+    """The sampler for one sequence of a call.
 
     Args:
-        sampling: None is greedy; the seed of what draws must be drawn already.
-        processors: the caller's, applied before the warpers of `sampling`.
-        padding: left padding, for processors alone.
-        sequence: index in the batch.
-        rank: the rank that draws, for rejection sampling.
-        span: positions that a step may span.
+        sampling: None is greedy. A seed must be set unless it is greedy.
+        processors: the caller's logits processors, applied before the warpers of `sampling`.
+        padding: token ids of the prompt's left padding, which processors see and the model does not.
+        sequence: index of the sequence in the batch.
+        rank: this rank, for rejection sampling, where each rank draws by itself.
+        span: how many positions a step may span.
         noisy_guesses: see `CoupledSampler`.
-        vocabulary: V, of the LM head.
+        vocabulary: V, how many tokens the LM head has.
         dtype, device: dtype and device of the logits.
 
     Raises:
@@ -227,12 +249,15 @@ def build_sampler(
 
 
 def accept_or_resample(probabilities: torch.Tensor, drafts: Sequence[int], generator: torch.Generator) -> int:
-    """One token of this distribution, by the paper's Algorithm 4 for draft tokens proposed with certainty.
+    """Accept one of a node's draft tokens, or draw another token: the paper's Algorithm 4 for drafts of probability 1.
 
     Args:
-        probabilities: (V,) float64 on the CPU; changed.
-        drafts: different tokens, tried in order.
+        probabilities: (V,) float64 on the CPU, of the token behind the node; changed.
+        drafts: the different draft tokens behind the node, tried in order.
         generator: gives the uniform draws.
+
+    Returns:
+        The token, distributed as `probabilities`.
     """
     for draft in drafts:
         if draft >= len(probabilities):  # in a prompt: a model may embed more tokens than it can give
@@ -245,13 +270,13 @@ def accept_or_resample(probabilities: torch.Tensor, drafts: Sequence[int], gener
 
 
 def check_sampled(token: int, step: int, position: int, sampler: Sampler) -> None:
-    """Refuse to go on from scores that are NaN or infinite: argmax would name some token all the same.
+    """Refuse to go on with a token whose scores were NaN or infinite.
 
     Args:
-        token: sampled.
-        step: number of the decode step.
-        position: position whose scores they are.
-        sampler: the request's, whose processors may have made them so.
+        token: sampled token; INVALID_TOKEN is refused.
+        step: number of the decode step, for the message.
+        position: absolute position of the node, for the message.
+        sampler: the request's sampler; the message names processors that may be at fault.
 
     Raises:
         NotFinite: the decode step, the position, and the remedy.

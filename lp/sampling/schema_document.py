@@ -1,4 +1,6 @@
-"""A JSON schema as a document: its parts by place, and where its references lead."""
+"""A JSON schema as a document: its parts by JSON pointer, such as "#/properties/age", and the targets of its
+references.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,11 @@ MOST_DIGITS = 400  # of a number, and its largest exponent: floats end at 1e308
 
 
 class Written(Decimal):
-    """A number that is no integer, as it was written."""
+    """A number with decimals or an exponent, exactly, and as the schema writes it.
+
+    Attributes:
+        text: the number as it was written, such as "1.50".
+    """
 
     text: str
 
@@ -42,7 +48,7 @@ class Written(Decimal):
 
 
 class UnplacedError(UserError):
-    """A refusal for which the part of the schema that it is about is yet to be named.
+    """A refusal of a keyword, raised where its place in the schema is not known; a caller adds the place by `at`.
 
     Args:
         what: the keyword, or kind of value, that is refused.
@@ -58,18 +64,26 @@ class UnplacedError(UserError):
         return f"{self.what} {self.why}"
 
     def at(self, *places: str) -> UserError:
-        """The refusal with the parts that it is about."""
+        """The refusal for the user, which names the places of the keyword.
+
+        Args:
+            places: JSON pointers of the parts that the keyword comes from.
+        """
         return UserError(f"{self.what} at {' and '.join(places)} {self.why}")
 
 
 class Document:
-    """A schema.
+    """A JSON schema, whose parts and references are looked up by JSON pointer.
 
     Args:
         text: the schema, as JSON.
 
+    Attributes:
+        root: the schema, as Python data.
+        dynamic: JSON pointers of the parts with a $dynamicAnchor, by its name.
+
     Raises:
-        ValueError: it is no JSON, or no schema.
+        ValueError: the text is no JSON, or no schema.
     """
 
     def __init__(self, text: str) -> None:
@@ -91,7 +105,7 @@ class Document:
             raise UserError(f"$schema at # is {declared!r}, whose keywords are not known; leave it out")
 
     def at(self, pointer: str) -> Any:
-        """The part at a place.
+        """The part of the schema at a JSON pointer, as Python data.
 
         Raises:
             ValueError: there is none.
@@ -108,10 +122,14 @@ class Document:
         return part
 
     def target(self, pointer: str, reference: str) -> str:
-        """Where a reference of the part at a place leads.
+        """The JSON pointer of the part that a reference leads to.
+
+        Args:
+            pointer: JSON pointer of the part that has the reference.
+            reference: value of its $ref: a URI, a fragment, or both.
 
         Raises:
-            ValueError: out of the document, or nowhere.
+            ValueError: the reference leads out of the document, or nowhere.
         """
         base = self._base(pointer)
         uri, fragment = urldefrag(urljoin(base, reference))
@@ -155,7 +173,11 @@ class Document:
 
 
 def inner_schemas(part: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """(steps to it, the schema) of every schema directly within one."""
+    """(steps to it, schema) of every schema that is directly within another one, as under `items` or `properties`.
+
+    Args:
+        part: the outer schema.
+    """
     for name in ONE:
         if isinstance(inner := part.get(name), Mapping | bool):
             yield name, inner
@@ -171,7 +193,7 @@ def inner_schemas(part: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _check_parts(part: Any) -> None:
-    """No part is too deep, and every string is of characters."""
+    """Refuse a schema that is nested too deep, or has half of a surrogate pair in a string."""
     parts = [part]
     for _ in range(MOST_JSON_LEVELS):
         for each in parts:
@@ -186,17 +208,17 @@ def _check_parts(part: Any) -> None:
 
 
 def escaped(name: str) -> str:
-    """A name as a step of a pointer."""
+    """A property's name as a step of a JSON pointer: "a/b" becomes "a~1b"."""
     return name.replace("~", "~0").replace("/", "~1")
 
 
 def unescaped(step: str) -> str:
-    """The name of a step of a pointer."""
+    """The name that a step of a JSON pointer stands for: "a~1b" becomes "a/b"."""
     return step.replace("~1", "/").replace("~0", "~")
 
 
 def _written(text: str) -> Written:
-    """Before it is read: exact arithmetic writes all the zeros of 1e999999999 out."""
+    """A number with decimals or an exponent; refused if large, as exact arithmetic would write 1e999999999 out."""
     exponent = text.lower().partition("e")[2].lstrip("+-").lstrip("0")
     if len(exponent) > 3 or int(exponent or 0) > MOST_DIGITS:
         raise UserError(f"{text[:40]} is beyond what a float can be")

@@ -1,6 +1,6 @@
-"""The formats of JSON schemas that are enforced, as regular expressions; others of the standard are refused.
+"""The formats of JSON schemas that are enforced, as regular expressions; the standard's other formats are refused.
 
-What is no format of the standard, as pydantic's `path`, is a remark to the reader, as the standard says.
+A format that the standard does not have, such as pydantic's `path`, is a remark to the reader, as the standard says.
 """
 
 from __future__ import annotations
@@ -73,5 +73,5 @@ REFUSED = (
 
 @cache
 def format_language(name: str) -> Node:
-    """The strings of a format that is enforced."""
+    """The expression that matches the strings of an enforced `format` of JSON schemas, such as "date"."""
     return whole(ENFORCED[name])

@@ -1,7 +1,7 @@
-"""What a JSON value may be, type by type: a union of forms, which can be intersected and, mostly, inverted.
+"""The JSON values that a schema allows as a union of forms, one or more for each type; forms can be intersected.
 
-A demand is a set of places of a schema, all of which a value follows. Those of a value's inside are looked at when they
-are needed, so that schemas may refer to themselves.
+A demand is a set of places in the schema: a value must follow the schema at each of them. Demands on the inside of a
+value are looked at only when they are needed, so that schemas may refer to themselves.
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ TYPES = ("null", "boolean", "number", "string", "array", "object")
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """A part of a schema that a value follows; or, negated, that it does not."""
+    """A part of a schema that a value must follow.
+
+    Attributes:
+        pointer: JSON pointer of the part, such as "#/properties/age".
+        negated: the value must not follow it.
+    """
 
     pointer: str
     negated: bool = False
@@ -33,11 +38,12 @@ NOTHING: Demand = frozenset({Place("nothing")})  # which no value follows
 
 @dataclass(frozen=True)
 class Value:
-    """One value that is named: the null, a truth value, a number, string, list or object as it is written.
+    """The form of one given value, as `const`, `enum`, null and booleans have it.
 
     Attributes:
-        text: JSON of the value without spaces, by which values are compared.
-        as_given: a number is written as the schema has it, and not as an equal one with or without decimals.
+        text: tells values apart as they are written; forms are compared by it.
+        value: the value itself, as Python data.
+        as_given: write a number only as the schema has it; else 1 may be written as 1.0.
     """
 
     text: str
@@ -47,15 +53,16 @@ class Value:
 
 @dataclass(frozen=True)
 class Number:
-    """Numbers of a range.
+    """The form of the numbers in a range.
 
     Attributes:
+        integer: only integers.
         low: every number is at least this.
         above: every number is more than this.
         high: every number is at most this.
         below: every number is less than this.
-        multiples: every number is a multiple of each.
-        places: parts of the schema that say so.
+        multiples: every number is a multiple of each of these.
+        places: parts of the schema that say so, for messages.
     """
 
     integer: bool = False
@@ -85,7 +92,7 @@ class Number:
         return None if lowest > highest or (lowest == highest and open_end) else made
 
     def has(self, value: Fraction) -> bool:
-        """Whether a number is one of them."""
+        """Whether a number is in the range."""
         return not (
             (self.integer and value.denominator != 1)
             or (self.low is not None and value < self.low)
@@ -98,10 +105,12 @@ class Number:
 
 @dataclass(frozen=True)
 class Text:
-    """Strings by their length and by languages: a string is in all of them.
+    """The form of strings of some length that all of some expressions match.
 
     Attributes:
-        places: parts of the schema that say so.
+        least, most: bounds of their length in characters; None: there is none.
+        languages: expressions, each of which matches the whole string.
+        places: parts of the schema that say so, for messages.
     """
 
     least: int = 0
@@ -110,7 +119,7 @@ class Text:
     places: Places = field(default=(), compare=False)
 
     def joined(self, other: Text) -> Text | None:
-        """The strings that are of both forms; None if their lengths exclude each other."""
+        """The strings that are of both forms; None if the bounds of their lengths exclude each other."""
         least, most = max(self.least, other.least), _least(self.most, other.most)
         if most is not None and least > most:
             return None
@@ -120,7 +129,13 @@ class Text:
 
 @dataclass(frozen=True)
 class Contained:
-    """So many items of a list follow a demand; the others follow another one."""
+    """How many items of a list follow a demand, as `contains` with `minContains` and `maxContains` says.
+
+    Attributes:
+        demand: what these items follow.
+        others: what all other items follow.
+        least, most: bounds of their number; None: there is none.
+    """
 
     demand: Demand
     others: Demand
@@ -130,13 +145,15 @@ class Contained:
 
 @dataclass(frozen=True)
 class List:
-    """Lists that follow a schema.
+    """The form of lists whose items follow demands.
 
     Attributes:
-        first: what the first items follow.
-        rest: what all others do.
-        unique: where it is demanded that no item comes twice.
-        places: parts of the schema that say something of such a list.
+        first: the demand on each of the first items (`prefixItems`).
+        rest: the demand on every other item (`items`).
+        least, most: bounds of the number of items; None: there is none.
+        unique: JSON pointer of the part with `uniqueItems`; "" if items may come twice.
+        contained: what `contains` says.
+        places: parts of the schema that say something of such a list, for messages.
     """
 
     first: tuple[Demand, ...] = ()
@@ -148,11 +165,11 @@ class List:
     places: Places = field(default=(), compare=False)
 
     def item(self, index: int) -> Demand:
-        """The demand that the item at this index follows."""
+        """The demand on the item at an index: the places in the schema that it must follow."""
         return self.first[index] if index < len(self.first) else self.rest
 
     def joined(self, other: List) -> List | None:
-        """The lists that are of both forms; None if their lengths exclude each other."""
+        """The lists that are of both forms; None if the bounds of their lengths exclude each other."""
         least, most = max(self.least, other.least), _least(self.most, other.most)
         if most is not None and least > most:
             return None
@@ -165,12 +182,12 @@ class List:
 
 @dataclass(frozen=True)
 class Layer:
-    """What one part of a schema says of the properties of an object.
+    """What one part of a schema says of an object's properties.
 
     Attributes:
-        named: what the property of a name follows.
-        patterns: what every property follows whose name a pattern matches.
-        rest: what all other properties follow.
+        named: (name, demand on its value), as in `properties`.
+        patterns: (pattern, demand on the value of every property whose name it matches), as in `patternProperties`.
+        rest: demand on the values of all other properties (`additionalProperties`).
     """
 
     named: tuple[tuple[str, Demand], ...] = ()
@@ -180,13 +197,14 @@ class Layer:
 
 @dataclass(frozen=True)
 class Object:
-    """Objects that follow a schema.
+    """The form of objects whose properties follow demands.
 
     Attributes:
-        layers: what is said of properties, which follow every layer.
-        required: names that are there.
-        names: what all names follow.
-        places: parts of the schema that say something of such an object.
+        layers: what parts of the schema say of properties; each property follows all of them.
+        required: names of properties that must be there.
+        least, most: bounds of the number of properties; None: there is none.
+        names: demand on every name (`propertyNames`).
+        places: parts of the schema that say something of such an object, for messages.
     """
 
     layers: tuple[Layer, ...] = ()
@@ -197,7 +215,7 @@ class Object:
     places: Places = field(default=(), compare=False)
 
     def joined(self, other: Object) -> Object | None:
-        """The objects that are of both forms; None if their numbers of properties exclude each other."""
+        """The objects that are of both forms; None if the bounds of their numbers of properties exclude each other."""
         least, most = max(self.least, other.least), _least(self.most, other.most)
         required = tuple(dict.fromkeys(self.required + other.required))
         if most is not None and max(least, len(required)) > most:
@@ -222,19 +240,19 @@ FORMS: dict[str, Union] = {
 
 
 def all_forms(types: Iterable[str] = TYPES) -> Union:
-    """The union of every value of these types."""
+    """The union of all JSON values of these types, such as ["string", "null"]."""
     return tuple(form for name in types for form in FORMS[name])
 
 
 def type_of(form: Form) -> str:
-    """JSON's name of the type that a form's values have."""
+    """JSON's name of the type of a form's values: "array" for `List`."""
     if isinstance(form, Value):
         return type_of_value(form.value)
     return {Number: "number", Text: "string", List: "array", Object: "object"}[type(form)]
 
 
 def type_of_value(value: Any) -> str:
-    """JSON's name of the type that a value has."""
+    """JSON's name of a value's type: "null", "boolean", "number", "string", "array" or "object"."""
     match value:
         case None:
             return "null"
@@ -250,7 +268,12 @@ def type_of_value(value: Any) -> str:
 
 
 def placed(union: Union, pointer: str) -> Union:
-    """The forms of a union, with this part of the schema as the place of those that name none."""
+    """The forms of a union, with a part of the schema noted as the place of each form that has none, for messages.
+
+    Args:
+        union: the forms.
+        pointer: JSON pointer of the part.
+    """
     return tuple(form if isinstance(form, Value) or form.places else replace(form, places=(pointer,)) for form in union)
 
 

@@ -1,6 +1,6 @@
-"""The grammar of a JSON schema's values, by rules: a space behind commas and colons, no other white space.
+"""The grammar of the JSON values that a schema allows: a space behind commas and colons, and no other white space.
 
-Properties come in the order of the schema, and those without a name in it behind them. A number that the schema names
+Properties come in the order of the schema, and names that it does not list behind them. A number in `enum` or `const`
 is written as there. ASCII in strings is written as json.dumps does, any other character as it is or by \\u.
 """
 
@@ -48,10 +48,14 @@ NEVER = Lexeme("(/a/ & /b/)", 1)  # without a text
 
 
 def schema_to_lark(text: str) -> Lark:
-    """The grammar of a schema.
+    """The Lark grammar of the JSON values that a schema allows.
+
+    Args:
+        text: a JSON schema, as JSON.
 
     Raises:
-        ValueError: it is no schema; the keyword, and its place, that is not enforced exactly; or no value follows it.
+        ValueError: the text is no schema; a keyword, named with its place, can't be enforced exactly; or no value is
+            allowed.
     """
     document = Document(text)
     rewriting = Rewriting(document)
@@ -65,10 +69,10 @@ def schema_to_lark(text: str) -> Lark:
 
 
 class _Rules:
-    """Writes a rule for every demand that is asked for.
+    """Writes a grammar rule for each demand on a value (a set of places in the schema), and for those that it needs.
 
     Attributes:
-        rules: what each rule says, by its name.
+        rules: body of each rule, by its name.
     """
 
     def __init__(self, rewriting: Rewriting) -> None:
@@ -79,14 +83,14 @@ class _Rules:
         self._states = 0
 
     def rule(self, demand: Demand) -> str:
-        """The name of a demand's rule."""
+        """The name of a demand's rule, which `write` will write."""
         if demand not in self._names:
             self._names[demand] = f"v{len(self._names)}"
             self._waiting.append(demand)
         return self._names[demand]
 
     def write(self) -> None:
-        """Write the rules that were asked for, and those that they need."""
+        """Write the rules that were asked for, and all rules that these need."""
         while self._waiting:
             demand = self._waiting.pop()
             forms = self._rewriting.union(demand)
@@ -382,7 +386,12 @@ def _either(lexemes: Sequence[Any]) -> Part:
 
 
 def string_lexeme(language: Node, length: int) -> Lexeme:
-    """A string with its quotes."""
+    """The lexeme of JSON strings with their quotes.
+
+    Args:
+        language: expression of the strings' characters, before they are escaped.
+        length: characters of the shortest string.
+    """
     return Lexeme(rf'"\"" {terminal(language, in_json)} "\""', length + 2)
 
 
@@ -392,16 +401,17 @@ def _or_never(lexeme: Lexeme) -> Lexeme:
 
 
 def name_lexeme(name: str) -> Lexeme:
-    """A string that is written out, with its quotes."""
+    """The lexeme of one given JSON string with its quotes, such as the name of a property."""
     return string_lexeme(literal(name), len(name))
 
 
 def constant(value: Any, named: Callable[[Part], Part], as_given: bool = False) -> list[Part]:
-    """A value as it is written, with the spaces of all others; a number also as an equal one, as 1 and 1.0 are.
+    """The parts of a rule that write one given JSON value, with the grammar's spaces; 1 may also be written as 1.0.
 
     Args:
-        named: makes a rule: an object's orders are written once, not in every order of what it is in.
-        as_given: a number is written as it is given, and no other way.
+        value: as the schema has it.
+        named: makes a rule of a part and returns a reference: an object's orders of properties are then written once.
+        as_given: write a number only as it is given.
     """
     match value:
         case str():
@@ -428,10 +438,13 @@ def _with_commas(items: Sequence[Sequence[Part]]) -> list[Part]:
 
 
 def number_lexeme(form: Number) -> Lexeme:
-    """The lexeme for the numbers of a range.
+    """The lexeme of the numbers in a range.
+
+    Args:
+        form: the range, with the numbers that they must be multiples of.
 
     Raises:
-        ValueError: the range has no exact lexeme.
+        ValueError: no lexeme has exactly these numbers, as with a `multipleOf` of 0.5.
     """
     low, high = form.low, form.high
     integer = form.integer or any(each.denominator == 1 for each in form.multiples)

@@ -1,8 +1,8 @@
-"""What a JSON schema (draft 2020-12) says, as a union of forms: one rule a keyword, each an equivalence.
+"""What a JSON schema (draft 2020-12) allows, as a union of forms: one rule for each keyword, all of them exact.
 
 A keyword without `type` says something of one type alone, and lets all others pass: so a schema is a union over the
 types from the beginning. Keywords beside each other, `allOf` and `$ref` are intersections; `anyOf` is a union; `oneOf`,
-`not` and `if` need complements, which most forms have. What has no exact form is refused, by its keyword and place.
+`not` and `if` need complements, which most forms have. A keyword that has no exact form is refused, with its place.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ MOST_COUNT = 1 << 20  # of items, characters, properties
 
 
 class _LoopError(UserError):
-    """A schema is looked at while it is looked at."""
+    """Raised where a schema's own meaning depends on itself, without a property or an item between."""
 
 
 class Rewriting:
-    """Rewrites one schema.
+    """Rewrites one JSON schema as unions of forms, from which a grammar is made.
 
     Args:
         document: the schema.
@@ -73,7 +73,7 @@ class Rewriting:
     # --- demands
 
     def demand(self, pointer: str) -> Demand:
-        """The demand that a value follows the schema at a place."""
+        """The demand that a value follows the schema at a JSON pointer; ANYTHING if that is true, NOTHING if false."""
         part = self.document.at(pointer)
         if part is True or part == {}:
             return ANYTHING
@@ -82,16 +82,20 @@ class Rewriting:
         return frozenset({Place(pointer)})
 
     def inverses(self, demand: Demand) -> list[Demand]:
-        """Demands of which a value follows one exactly if it does not follow this one."""
+        """Demands that together say "not this demand": a value breaks it exactly if it follows one of these.
+
+        Args:
+            demand: places in the schema, all of which a value must follow.
+        """
         if demand == NOTHING:
             return [ANYTHING]
         return [frozenset({Place(place.pointer, not place.negated)}) for place in sorted(demand)]
 
     def union(self, demand: Demand) -> Union:
-        """The values that follow all of a demand.
+        """The values that follow the schema at all places of a demand, as a union of forms.
 
         Raises:
-            ValueError: the keyword, and its place, that has no exact form.
+            ValueError: a keyword has no exact form; named with its place.
         """
         if demand not in self._unions:
             union = all_forms()
@@ -108,11 +112,11 @@ class Rewriting:
         return self._unions[demand]
 
     def has(self, demand: Demand, value: Any) -> bool:
-        """Whether a value follows a demand."""
+        """Whether a JSON value, as Python data, follows the schema at all places of a demand."""
         return any(self.form_has(form, value) for form in self.union(demand))
 
     def form_has(self, form: Form, value: Any) -> bool:
-        """Whether a value is of a form."""
+        """Whether a form, such as numbers of a range, has a JSON value, given as Python data."""
         if type_of(form) != type_of_value(value):
             return False
         self._count_work()
@@ -142,13 +146,18 @@ class Rewriting:
         return True
 
     def language(self, node: Node) -> Language:
-        """The language of an expression, made once."""
+        """The set of strings that an expression matches, for checks of single strings; made once for each."""
         if node not in self._languages:
             self._languages[node] = Language(node)
         return self._languages[node]
 
     def property(self, form: Object, name: str) -> Demand:
-        """What the property of a name follows."""
+        """The demand on an object's property: the places in the schema that its value must follow.
+
+        Args:
+            form: objects that have the property.
+            name: the property's name.
+        """
         demand: Demand = ANYTHING
         for layer in form.layers:
             own = [inner for other, inner in layer.named if other == name]
@@ -159,7 +168,11 @@ class Rewriting:
     # --- unions
 
     def both(self, one: Union, other: Union) -> Union:
-        """The union of the values that both unions have."""
+        """The intersection of two unions: the values that are in both.
+
+        Raises:
+            ValueError: it has too many forms.
+        """
         if one == all_forms():
             return other
         if other == all_forms():
@@ -194,7 +207,7 @@ class Rewriting:
         return first.joined(second)  # type: ignore[arg-type]
 
     def is_never(self, form: Form) -> bool:
-        """Whether it is seen that no value is of a form."""
+        """Whether a form is known to have no value, and so can be left out; False where this is not known."""
         match form:
             case Text(least, most, languages) if len(languages) + (least > 0 or most is not None) > 1:
                 if form not in self._never_texts:
@@ -221,7 +234,15 @@ class Rewriting:
             self._never_open.remove(demand)
 
     def complement(self, union: Union, pointer: str) -> Union:
-        """The union of all values that a union has not."""
+        """The union of all JSON values that are not in a union.
+
+        Args:
+            union: the forms.
+            pointer: JSON pointer of the part that they come from, for messages.
+
+        Raises:
+            ValueError: a form has no exact complement.
+        """
         made: list[Form] = []
         for name in TYPES:
             own = [form for form in union if type_of(form) == name]
@@ -236,7 +257,7 @@ class Rewriting:
         return placed(tuple(made), pointer)
 
     def _other(self, form: Form, pointer: str) -> Union:
-        """The values of a form's type that are not of the form."""
+        """The values of a form's own type that are not of the form."""
         match form:
             case Value(_, value):
                 return _other_values(value, pointer)
@@ -316,24 +337,32 @@ class Rewriting:
         return union
 
     def where(self, form: Form, keyword: str) -> Sequence[str]:
-        """The parts that a form comes from that have a keyword; all of them where none has it."""
+        """JSON pointers for a message about a keyword: the form's places that have it, or all if none has."""
         places = () if isinstance(form, Value) else form.places
         return [each for each in places if keyword in self.document.at(each)] or places
 
     def schemas(self, pointer: str, keyword: str) -> list[str]:
-        """The places of a keyword that has a list of schemas."""
+        """JSON pointers of the schemas in a keyword's list, such as "#/allOf/0".
+
+        Args:
+            pointer: JSON pointer of the part that has the keyword.
+            keyword: such as "allOf".
+
+        Raises:
+            ValueError: its value is no list.
+        """
         given = self.document.at(f"{pointer}/{keyword}")
         if not isinstance(given, list):
             raise _bad(keyword, pointer, given, "a list of schemas")
         return [f"{pointer}/{keyword}/{index}" for index in range(len(given))]
 
     def at(self, pointer: str) -> Union:
-        """The values of the schema at a place."""
+        """The union of the values that the schema at a JSON pointer allows."""
         return self.union(frozenset({Place(pointer)}))
 
 
 def text_language(form: Text) -> Node:
-    """The strings of a form."""
+    """The expression of the strings of a form: within its bounds of length, and matched by all its expressions."""
     return And((Repeat(ANY, form.least, form.most), *form.languages))
 
 
@@ -510,7 +539,7 @@ def _any_of(rewriting: Rewriting, pointer: str, part: Mapping[str, Any]) -> Unio
 
 
 def _one_of(rewriting: Rewriting, pointer: str, part: Mapping[str, Any]) -> Union:
-    """`oneOf`: of each what the others are not; those that no value shares, as by a discriminator, stay as they are."""
+    """`oneOf`: the values of each alternative that no other one has; those that share no values stay as they are."""
     unions = [rewriting.at(place) for place in rewriting.schemas(pointer, "oneOf")]
     made: list[Form] = []
     for index, union in enumerate(unions):
@@ -527,7 +556,7 @@ def _not(rewriting: Rewriting, pointer: str, part: Mapping[str, Any]) -> Union:
 
 
 def _if(rewriting: Rewriting, pointer: str, part: Mapping[str, Any]) -> Union:
-    """`if`: what follows it and `then`, and what does not and follows `else`."""
+    """`if`: the values that follow it and `then`, and those that break it and follow `else`."""
     if "then" not in part and "else" not in part:
         return all_forms()
     condition = rewriting.at(f"{pointer}/if")
@@ -591,7 +620,10 @@ def _unevaluated_items(rewriting: Rewriting, pointer: str, part: Mapping[str, An
 
 
 def _in_place(rewriting: Rewriting, pointer: str, keyword: str, seen: set[str]) -> list[str]:
-    """The places that say something of all values here; refused where others say something of some."""
+    """Pointers of all parts that speak of every value here: the part itself, its `allOf` and `$ref`.
+
+    Refused are keywords that speak of some of the values, such as `anyOf`.
+    """
     part = rewriting.document.at(pointer)
     if not isinstance(part, Mapping) or pointer in seen:
         return []
@@ -636,12 +668,12 @@ RULES: dict[str, Rule] = {
 
 
 def value_form(value: Any) -> Value:
-    """The form of a value that a schema names."""
+    """The form of one JSON value, as a schema gives it in `const` or `enum`."""
     return Value(canonical(value), value)
 
 
 def canonical(value: Any) -> str:
-    """A text that tells values apart by how they are written."""
+    """A text that is equal for values that are written alike, and other for 1 and 1.0: forms are compared by it."""
     match value:
         case None | bool():
             return str(value)
@@ -655,12 +687,12 @@ def canonical(value: Any) -> str:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values are equal as JSON: 1 is 1.0, and true is not 1."""
+    """Whether two JSON values are equal: 1 is 1.0, but true is not 1."""
     return bool(comparable(one) == comparable(other))
 
 
 def comparable(value: Any) -> Any:
-    """What is equal, and hashes alike, for values that are equal as JSON."""
+    """A hashable key of a JSON value, equal for equal values: for 1 and 1.0, but not for true and 1."""
     match value:
         case list():
             return "array", tuple(map(comparable, value))
@@ -670,7 +702,7 @@ def comparable(value: Any) -> Any:
 
 
 def _named_once(value: Value, other: Form) -> Value:
-    """A value that is of another form, too: an integer that both ask for has no decimals."""
+    """A value that is also of another form; where that is of integers, the value is not written as 1.0."""
     as_given = value.as_given or (other.integer if isinstance(other, Number) else getattr(other, "as_given", False))
     return replace(value, as_given=as_given)
 

@@ -1,4 +1,4 @@
-"""What transformers calls `logits` and `scores`: recorded of the sampled tokens, only when asked for.
+"""Logits and scores of generated tokens, as transformers' `output_logits` and `output_scores` return them.
 
 V: vocabulary.
 """
@@ -13,14 +13,14 @@ from lp.sampling.sampler import Sampler
 
 
 class RecordingSampler(Sampler):
-    """Records the logits, the scores, or both, of the tokens that another sampler samples.
+    """Samples as another sampler does, and records logits, scores, or both, of the tokens that the text accepts.
 
-    Scores are the logits behind the processors and warpers, without noise, as transformers has them.
+    Scores are the logits behind the processors and warpers, without noise, as in transformers.
 
     Args:
-        inner: samples.
+        inner: the sampler that samples.
         names: what to record: "logits", "scores", or both.
-        no_logits: (0, V), of a text that has taken no step.
+        no_logits: an empty tensor (0, V) of the logits' dtype and device, for a text that has taken no step.
     """
 
     def __init__(self, inner: Sampler, names: Iterable[str], no_logits: torch.Tensor) -> None:
@@ -35,7 +35,7 @@ class RecordingSampler(Sampler):
     def scores(
         self, logits: torch.Tensor, branches: Sequence[Sequence[int] | None], text: Sequence[int]
     ) -> torch.Tensor:
-        """The inner sampler's scores; the step's logits are held until `record`."""
+        """Scores (n, V) of the inner sampler; `record` will need them and the logits. See `Sampler.scores`."""
         scores = self.inner.scores(logits, branches, text)
         self._step = {"logits": logits, "scores": scores}
         return scores
@@ -50,15 +50,22 @@ class RecordingSampler(Sampler):
         return self.inner.sample(scores, positions, branches, drafts)
 
     def record(self, nodes: Sequence[int], sampled_at: Sequence[int]) -> None:
-        """Copy the logits of the nodes that gave the step's tokens."""
+        """Keep the logits and scores of the nodes whose tokens the text accepted. Arguments as in `Sampler.record`."""
         index = [nodes.index(node) for node in sampled_at]
         for name, steps in self._recorded.items():
             steps.append(self._step[name][index])
 
     def recorded(self, name: str, tokens: int) -> torch.Tensor | None:
-        """(tokens, V) of the first tokens, in float32 or wider; None where it was not asked for.
+        """Recorded logits or scores of the first generated tokens: (tokens, V), float32 or wider.
 
-        Call it outside inference mode, so that the caller may change what comes back.
+        Call it outside inference mode, so that the caller may change the result.
+
+        Args:
+            name: "logits" or "scores".
+            tokens: how many first tokens to return.
+
+        Returns:
+            None if `name` is not recorded.
         """
         if name not in self._recorded:
             return None

@@ -1,7 +1,7 @@
 """How often each token came in a text so far, kept on the device for penalties.
 
-One int32 a token: GENERATED for each time that it was generated, PROMPT for each time that the prompt has it.
-Q: texts, V: vocabulary.
+A count is one int32 for each token: GENERATED for each time that it was generated, PROMPT for each time that the prompt
+has it. Q: texts that share a buffer, V: vocabulary.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ MOST_IN_PROMPT = 1000  # times that a prompt's token counts: penalties ask only 
 
 
 class TokenCounts:
-    """The counts of one text.
+    """Token counts of one text, which every step brings up to date with the tokens that it added.
 
     Args:
         vocabulary: V.
         first_generated: position of the first token that counts as generated.
-        padding: left padding of the prompt, which counts as of the prompt.
+        padding: token ids of the prompt's left padding, which count as tokens of the prompt.
         device: where the counts are.
+
+    Attributes:
+        place: this text's row in the buffer.
     """
 
     def __init__(self, vocabulary: int, first_generated: int, padding: Sequence[int], device: torch.device) -> None:
@@ -39,34 +42,47 @@ class TokenCounts:
 
     @property
     def counts_QV(self) -> torch.Tensor:
-        """The counts of several texts, of which row `place` is this one's."""
+        """The buffer: counts of the Q texts that share it, int32 (Q, V). Row `place` is this text's."""
         assert self._counts_QV is not None
         return self._counts_QV
 
     @property
     def shape(self) -> int:
-        """V: texts for which it is the same may have one buffer."""
+        """V; texts with an equal one can share a buffer."""
         return self.vocabulary
 
     def buffer(self, texts: int) -> torch.Tensor:
-        """Room for so many texts like this one: int32 (texts, V)."""
+        """A new buffer of zeros for the counts of several texts: int32 (texts, V).
+
+        Args:
+            texts: how many texts it has room for.
+        """
         return torch.zeros(texts, self.vocabulary, dtype=torch.int32, device=self.device)
 
     def use(self, counts_QV: torch.Tensor, place: int) -> None:
-        """Count there from now on: a captured step reads the memory that it was captured with."""
+        """Count into this buffer from now on, since a captured step reads the memory that it was captured with.
+
+        Args:
+            counts_QV: a buffer that `buffer` made.
+            place: this text's row in it.
+        """
         if counts_QV is not self._counts_QV or place != self.place:
             self._counts_QV, self.place = counts_QV, place
             self._num_counted = 0
 
     def uncounted(self, text: Sequence[int], num_tokens: int, most: int) -> list[tuple[int, int]]:
-        """What the counts lack of the first tokens of the text: (index in the flattened counts, what to add there).
+        """What has to be added to the counts so that they hold the first `num_tokens` tokens of the text.
 
-        Whoever adds it notes it by `counted`. Where it is more than `most` pairs, everything is counted here.
+        The caller adds it and says so by `counted`. Where nothing is counted yet, or more than `most` tokens are
+        missing, this counts all of them itself and returns [].
 
         Args:
-            text: prompt and generated tokens.
+            text: token ids of the prompt and of the generated tokens.
             num_tokens: how many first tokens of the text are to be counted.
-            most: pairs that the caller has room for.
+            most: how many pairs the caller has room for.
+
+        Returns:
+            (index in the flattened buffer, what to add there) for each token.
         """
         if self._counts_QV is None:
             self.use(self.buffer(1), 0)
@@ -83,7 +99,7 @@ class TokenCounts:
         ]
 
     def counted(self, num_tokens: int) -> None:
-        """Note that the first `num_tokens` tokens of the text are counted."""
+        """Note that the first `num_tokens` tokens of the text are in the counts."""
         self._num_counted = num_tokens
 
     def _value(self, position: int) -> int:

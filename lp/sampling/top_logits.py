@@ -33,19 +33,19 @@ class TopLogits(NamedTuple):
 
     @classmethod
     def empty(cls) -> TopLogits:
-        """The top logits where there are no nodes."""
+        """The top logits of no nodes: arrays of shape (0, 0)."""
         return cls(np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32))
 
 
 def pack_top_logits(scores: torch.Tensor, k: int) -> torch.Tensor:
-    """The k best tokens of every node as a message carries them, on the device of `scores`.
+    """The k best tokens of every node with their logits, packed for a message between ranks.
 
     Args:
         scores: (n, V).
         k: how many tokens to take of every node; at most V are taken.
 
     Returns:
-        int64 (n, min(k, V)).
+        int64 (n, min(k, V)), best first, on the device of `scores`.
     """
     import torch  # here: draft sources, which the apps list for `--help`, need numpy alone
 
@@ -55,7 +55,7 @@ def pack_top_logits(scores: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def unpack_top_logits(packed: np.ndarray) -> TopLogits:
-    """The reverse of `pack_top_logits`, without a copy.
+    """Tokens and logits from a message's packed ones, without a copy: the reverse of `pack_top_logits`.
 
     Args:
         packed: int64 (n, K).
@@ -65,7 +65,7 @@ def unpack_top_logits(packed: np.ndarray) -> TopLogits:
 
 
 def pack_again(top_logits: TopLogits) -> np.ndarray:
-    """The reverse of `unpack_top_logits`: int64 (n, K)."""
+    """Pack top logits for a message, int64 (n, K): the reverse of `unpack_top_logits`."""
     packed = np.empty((*top_logits.tokens.shape, 2), np.int32)
     packed[..., TOKEN] = top_logits.tokens
     packed[..., LOGIT] = np.ascontiguousarray(top_logits.logits).view(np.int32)

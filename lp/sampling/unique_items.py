@@ -1,8 +1,8 @@
-"""Lists whose items are all different, which no grammar can say: a place in a text that also knows the items before.
+"""JSON lists with `uniqueItems`, which a grammar alone can't enforce: a matcher that remembers the items before.
 
-The grammar takes the lists as they are. Beside it runs one of bytes that marks where such a list begins, and says what
-may follow the characters of an item. A token is forbidden if the item that it ends came before, or if the item that it
-goes on with can only become one that came before.
+The model's grammar takes such lists with any items. Beside it runs a grammar of bytes, which marks where such a list
+begins, and says which bytes may follow within an item. A token is forbidden if it ends an item that came before, or if
+the item that it goes on with can only become one that came before.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ TEXT, QUOTED, ESCAPED = range(3)  # outside of a string, within one, behind its 
 
 
 class Words:
-    """The bytes of a vocabulary's tokens, in order.
+    """The bytes of a vocabulary's tokens in sorted order, to find tokens by their beginnings.
 
     Args:
-        data: bytes by token id.
+        data: the bytes of each token, by token id.
     """
 
     def __init__(self, data: Sequence[bytes]) -> None:
@@ -43,38 +43,43 @@ class Words:
         self._sorted = [data[token] for token in self._order]
 
     def beginning_with(self, prefix: bytes, low: int = 0, high: int | None = None) -> tuple[int, int]:
-        """Where those that begin with a prefix are."""
+        """Where in the sorted vocabulary the tokens are that begin with a prefix: (first place, place behind the last).
+
+        Args:
+            prefix: the bytes to look for.
+            low, high: places between which to look; None: up to the end.
+        """
         high = len(self._sorted) if high is None else high
         low = bisect_left(self._sorted, prefix, low, high)
         return low, bisect_right(self._sorted, prefix, low, high, key=lambda data: data[: len(prefix)])
 
     def between(self, low: int, high: int) -> list[int]:
-        """The tokens at these places of the sorted vocabulary."""
+        """Token ids at the places from `low` up to `high` (excluded) of the sorted vocabulary."""
         return self._order[low:high]
 
     def named(self, data: bytes, low: int, high: int) -> list[int]:
-        """The tokens that have exactly these bytes."""
+        """Token ids whose bytes are exactly `data`, looked for between two places of the sorted vocabulary."""
         return self._order[bisect_left(self._sorted, data, low, high) : bisect_right(self._sorted, data, low, high)]
 
     @cached_property
     def of_several_items(self) -> list[int]:
-        """Tokens with the end of an item and a comma, behind which others can be; and ends of odd numbers."""
+        """Token ids that may end an item and go on, as that of `",` does, or end a number such as 1.0."""
         return [token for token, data in enumerate(self.data) if ENDS.search(data)]
 
     @cached_property
     def with_brackets(self) -> list[int]:
-        """Tokens that can end a list or an object."""
+        """Token ids that can end a list or an object: their bytes have a `]` or a `}`."""
         return [token for token, data in enumerate(self.data) if b"]" in data or b"}" in data]
 
 
 class _Items(NamedTuple):
-    """A list under way.
+    """The items so far of a list that may have none twice.
 
     Attributes:
-        item: the characters so far of the item under way.
-        seen: the items before, as they compare.
-        texts: the items before, as they are written, in alphabetical order.
-        has_odd_number: one of them is a number that is written in several ways.
+        item: bytes so far of the item under way.
+        seen: the items before, in the form in which they compare.
+        texts: the items before, as they are written, sorted.
+        has_odd_number: whether one of them is a number that can be written in several ways.
     """
 
     item: bytes = b""
@@ -88,7 +93,7 @@ class _Items(NamedTuple):
         return bool(NUMBER.match(self.item))
 
     def next(self) -> _Items | None:
-        """The list behind the item; None where that came before."""
+        """The list once the item under way has ended; None if an equal item came before."""
         if not self.item:
             return self
         value = comparable(json.loads(self.item.decode()))
@@ -101,12 +106,13 @@ class _Items(NamedTuple):
 
 
 class _State(NamedTuple):
-    """A place between two bytes of a text.
+    """A place between two bytes of a JSON text.
 
     Attributes:
-        within: TEXT, QUOTED or ESCAPED.
-        depth: lists and objects around it.
-        lists: the lists of different items around it, by the depth of their items, the outermost first.
+        within: TEXT (outside of strings), QUOTED (in a string) or ESCAPED (behind a string's backslash).
+        depth: how many lists and objects are around it.
+        lists: (depth of its items, items so far) of each list around it that may have no item twice, the outermost
+            first.
     """
 
     within: int = TEXT
@@ -115,15 +121,15 @@ class _State(NamedTuple):
 
     @property
     def is_direct(self) -> bool:
-        """Whether an item of a list of different items is under way, and no part of it."""
+        """Whether the place is directly in an item of such a list, and not in a part of the item."""
         return bool(self.lists) and self.lists[-1][0] == self.depth
 
     def step(self, byte: int, is_unique: bool) -> _State | None:
-        """The place behind one more byte, which the grammar allows; None where it ends an item that came before.
+        """The place behind one more byte, which the grammar allows; None where the byte ends an item that came before.
 
         Args:
-            byte: the next one.
-            is_unique: it begins a list of different items.
+            byte: the next byte.
+            is_unique: whether it begins a list that may have no item twice.
         """
         if self.within != TEXT:
             within = QUOTED
@@ -145,7 +151,7 @@ class _State(NamedTuple):
         return _State(QUOTED if byte == ord('"') else TEXT, depth, (*_longer(self.lists, byte), *begun))
 
     def telling(self) -> bytes | None:
-        """Bytes behind which an item can end, or can become one that came before; None for all of them."""
+        """Bytes behind which the item under way may end, or become one that came before; None: any byte may do so."""
         _, items = self.lists[-1]
         if self.within == ESCAPED:
             return None
@@ -161,7 +167,7 @@ class _State(NamedTuple):
 
 
 def _longer(lists: Sequence[tuple[int, _Items]], byte: int) -> tuple[tuple[int, _Items], ...]:
-    """Lists whose items have one byte more."""
+    """The lists, with one more byte in the item under way of each."""
     return tuple((depth, _Items(items.item + bytes([byte]), *items[1:])) for depth, items in lists)
 
 
@@ -192,12 +198,12 @@ def _beginning(item: bytes) -> bytes | None:
 
 
 class UniqueMatcher:
-    """A matcher whose lists of different items have no item twice.
+    """A matcher of a JSON schema's text that forbids an item which its list (with `uniqueItems`) has already.
 
     Args:
-        inner: takes the lists as they are.
-        marked: llguidance's matcher of the grammar of bytes, at the beginning of the text.
-        words: the vocabulary.
+        inner: matcher of the schema's grammar, which takes such lists with any items.
+        marked: llguidance's matcher of the grammar of bytes with marks, at the beginning of the text.
+        words: bytes of the model's vocabulary.
     """
 
     def __init__(self, inner: Matcher, marked: Any, words: Words) -> None:
@@ -257,7 +263,7 @@ class UniqueMatcher:
         return tokens[:taken]
 
     def _suspects(self, state: _State) -> set[int]:
-        """Tokens of which some may be forbidden."""
+        """Tokens that might repeat an item, each of which is then looked at; no other token can."""
         suspects = {*self._words.of_several_items}
         if state.lists and (len(state.lists) > 1 or not state.is_direct):
             suspects.update(self._words.with_brackets)
@@ -342,5 +348,5 @@ class UniqueMatcher:
 
 
 def _mask(marked: Any) -> int:
-    """Bytes that may follow, and the mark."""
+    """The bytes that may follow, and the mark, as bits of one number."""
     return int.from_bytes(marked.compute_bitmask(), "little")
