@@ -36,6 +36,9 @@ SHOWN_PROMPT_LINES = 8
 def generate(config: Config) -> None:
     """Continue prompts, show each text as it comes, and with compare=true measure and compare methods on them.
 
+    Args:
+        config: this job's config.
+
     Raises:
         KeyboardInterrupt: Ctrl-C or SIGTERM came; all text that was generated until then has been shown.
         ValueError: a user error.

@@ -29,8 +29,8 @@ BEGINNINGS = (
     "def f(x):\n    ",
     "Write a function that returns the sum of all the numbers in a list.\n",
 )
-# A GPU measures 300,000 tokens and the whole vocabulary behind three beginnings in minutes. So few that a CPU core
-# does them for a model of 135 M parameters in ten:
+# A GPU needs minutes for 300,000 tokens and the whole vocabulary behind three beginnings. A CPU core needs ten minutes
+# for the counts below with a model of 135 M parameters:
 CPU_TOKENS, CPU_BEGINNINGS = 16_384, 1
 GPU_TOKENS = 300_000
 

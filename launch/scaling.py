@@ -63,7 +63,7 @@ from .nodes import Leader, Nodes, follow, leading, ranks_of_a_node
 from .running.jobs import folder_of_run, goes_on, relaunch
 from .running.session import checked
 
-LATE = ("parameters", "threads", "sampling")  # of a record's settings: the launch itself finds them
+LATE = ("parameters", "threads", "sampling")  # settings of a record that only its launch knows
 OWN_KEYS = (
     "ranks",
     "tp",

@@ -32,7 +32,7 @@ def exit_code(code: int) -> int:
     """The exit code that a shell shows for a process: its own, or 128 + N where signal N ended it.
 
     Args:
-        code: as subprocess has it: the process' own exit code, or -N after signal N.
+        code: the process' own exit code, or -N after signal N, as subprocess gives it.
     """
     return code if code >= 0 else 128 - code
 
@@ -95,6 +95,15 @@ def signal_children(number: int) -> None:
 
 def main(args: list[str]) -> int:
     # Until torchrun has ranks to end, and a handler that ends them, Ctrl-C needs no traceback.
+    """Launch ranks as torchrun does, and wait until they end.
+
+    Args:
+        args: torchrun's options, then the program and its arguments, as in ["--nproc-per-node", "2", "-m",
+            "launch.chat"].
+
+    Returns:
+        The exit code of the ranks: 0 if all succeeded.
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     import torch
     from torch.distributed.elastic.multiprocessing.api import SignalException

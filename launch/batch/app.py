@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .places import Place
 
 PACKAGES = ("fastapi", "prometheus_client", "httpx")  # of the extra `serve`
-ANY_NUMBER = 1 << 30  # of texts that may wait: a request for many is none too many here
+ANY_NUMBER = 1 << 30  # most texts that may wait in the engine: here a request may ask for any number of choices
 OF_SERVERS = ("input", "out", "servers", "api_key", "max_sequences", "timeout_s", "drain_s")  # keys used with servers
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
