@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class App:
-    """What the command line must know of an app before it imports the app's module and torch.
+    """An app of the command `lp`, described so that `lp` need not import its module, and torch, before it starts.
 
     The app's name, its key in APPS, is also the name of its module in launch/ and of its file conf/NAME.yaml.
 

@@ -1,7 +1,7 @@
-"""`lp benchmark`: methods on the prompts of a task, a record for each; resumed where it stopped.
+"""`lp benchmark`: measure methods on the prompts of a task, with a record for each; an interrupted run goes on later.
 
-Methods alternate prompt by prompt, so that drift of the machine hits all alike. Those that share no step with other
-ranks run on rank 0 alone while the others wait. `--cfg job` shows the keys.
+Methods alternate prompt by prompt, so that drift of the machine hits all alike. A method whose steps the ranks do not
+share runs on rank 0 alone, while the others wait. `--cfg job` shows the keys.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`lp doctor [MODEL]`: say what this machine can do, and a model on it, and why the rest is refused.
+"""`lp doctor [MODEL]`: list what works on this machine, and with a model on it, and why the rest does not.
 
     lp doctor                       # packages, devices, threads, folders
     lp doctor MODEL --dtype auto    # loads it too: attention, fused layers, captured steps, and what is refused
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print what this machine can do, and with a model what that model can do on it.
+    """Print the abilities of this machine, and those of a model on it if one is named.
 
     Args:
         args: the parsed options of `lp doctor`.

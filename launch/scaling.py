@@ -228,8 +228,7 @@ def splits_of(config: ScalingConfig) -> list[tuple[int, int]]:
     """The launches that a config needs, as (ranks, tp): every ranks that a tp divides, preceded by the baselines.
 
     A baseline is plain decoding on one replica alone, (tp, tp), over which speed-ups are computed. A launch on which
-    none of
-    the methods can run is left out.
+    none of the methods can run is left out.
 
     Args:
         config: this job's config; `tp` is how many ranks hold a model between them.
@@ -271,8 +270,7 @@ def _methods(config: ScalingConfig, ranks: int, tp: int = 1) -> list[str]:
     """The methods that so many ranks can run here, without baselines whose package is missing.
 
     A launch that was added only as a baseline for speed-ups runs plain decoding, and beside it the method that
-    `decoder`
-    configures: the benchmark would refuse the keys of a decoder that none of its methods uses.
+    `decoder` configures: the benchmark would refuse the keys of a decoder that none of its methods uses.
     """
     methods = methods_of(config)
     if ranks not in config.ranks:

@@ -41,8 +41,7 @@ class Dispatch:
     """Sends every unanswered request to an engine or server, and writes the answers.
 
     A request whose server fails is sent again. If servers fail MOST_FAILURES times while they have that request alone,
-    it
-    gets an error as its answer.
+    it gets an error as its answer.
 
     Args:
         lines: the requests.

@@ -21,9 +21,9 @@ from lp.models.rope import rope_boundary
 from lp.sampling.noise import gumbel
 from lp.sampling.params import SamplingParams, Verifier
 
-# Two logits may swap ranks if rounding moves each. How far rounding moves a logit is measured on the model itself: passes
-# that compute the prefix's last 1, 8 or 64 tokens apart use other kernels. A kernel may be off by twice what these show,
-# and by twice the last rounding of the largest logit, which all of them may share.
+# Two logits may swap ranks if rounding moves each. How far it moves one is measured on the model itself: passes that
+# compute the prefix's last 1, 8 or 64 tokens apart use other kernels. A kernel may be off by twice what these show, and
+# by twice the last rounding of the largest logit, which all of them may share.
 WIDTHS = (1, 8, 64)
 MARGIN = 4  # near-tie over the measured error of one logit: two logits, each off by twice as much
 
@@ -186,8 +186,7 @@ class Prediction:
         """Whether rounding can make `token` the sampled one instead of `other`, moving each logit by half a near-tie.
 
         Tried are the three moves that favour `token` most: against all other tokens, into the tokens that a processor
-        such as
-        top-k keeps, and `other` out of these.
+        such as top-k keeps, and `other` out of these.
 
         Args:
             token: id of the token that a method sampled.

@@ -46,7 +46,9 @@ def count(events: Iterable[tuple[str, bool]]) -> GpuCalls:
 
 
 def calls_per_step(decode: Callable[[int], GenerationOutput], tokens: int) -> GpuCalls | None:
-    """Mean GPU calls of a decode step: those of a long text less those of a text of one token, over the further steps.
+    """Mean GPU calls of a decode step, without the prefill's.
+
+    The calls for a text of one token are subtracted from those for a long text, and divided by the additional steps.
 
     Args:
         decode: generates so many tokens on a GPU; its steps are captured already.

@@ -51,7 +51,7 @@ def baseline_options(config: BenchmarkConfig) -> BaselineOptions:
 
 
 def missing_methods(config: BenchmarkConfig, methods: Iterable[str]) -> dict[str, str]:
-    """What baselines need and this machine or config lacks, by method, as in "needs the package ...; pip install ...".
+    """Reasons why baselines cannot run here, by method, each with its remedy: "needs the package ...; pip install ...".
 
     Args:
         config: the benchmark's config.

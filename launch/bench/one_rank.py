@@ -83,9 +83,8 @@ class _ReplayGroup(RankGroup):
     """A group of ranks with one rank present: its collectives return recorded results, as fast as with a single rank.
 
     The header of this rank's message is its own: so a rank whose state differs is noticed, and Ctrl-C ends the text.
-    The
-    nodes of its draft tree must be the recorded ones, which other ranks have merged. Samples and logits come from the
-    recording: captured steps may round otherwise, and an idle model computes none.
+    The nodes of its draft tree must be the recorded ones, which other ranks have merged. Samples and logits come from
+    the recording: captured steps may round otherwise, and an idle model computes none.
     """
 
     recorded: RecordedCollectives = field(default_factory=RecordedCollectives)
@@ -135,7 +134,7 @@ def record(build: Build, decode: Decode, ranks: int) -> RecordedCollectives:
     Args:
         build: makes a decoder for a rank's context.
         decode: runs that decoder on the prompt, with a known seed if it samples.
-        ranks: R.
+        ranks: R, how many ranks there are.
 
     Raises:
         ValueError: the decoder cannot be replayed: see `check_alike`.
@@ -201,7 +200,7 @@ def replayed(
         build: makes a decoder for a rank's context.
         decode: runs that decoder on the recorded prompt.
         rank: the rank to be, from 0.
-        ranks: R.
+        ranks: R, how many ranks there are.
         recorded: the recorded run.
 
     Raises:

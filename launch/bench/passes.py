@@ -40,7 +40,7 @@ class Passes:
         """A pass of T tokens that each follow the one before, with logits for all of them.
 
         Args:
-            num_tokens: T.
+            num_tokens: T, tokens of the pass.
         """
         return self._call(range(num_tokens), np.tri(num_tokens, dtype=bool), range(num_tokens))
 

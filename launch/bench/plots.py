@@ -1,9 +1,8 @@
 """Plots of benchmark totals and of scaling, as wide as a column of a paper.
 
 Each has model and hardware in its caption, and is saved as PNG and SVG. Projected figures are dashed, hollow or
-hatched,
-and labelled so. The colours are Paul Tol's bright scheme, which colour-blind readers can tell apart.
-S: generated tokens a decode step.
+hatched, and labelled so. The colours are Paul Tol's bright scheme, which colour-blind readers can tell apart. S:
+generated tokens a decode step.
 """
 
 from __future__ import annotations
@@ -208,7 +207,9 @@ def tune_plot(
     caption: str,
     path: Path,
 ) -> Path:
-    """Plot what `lp tune` found: step times by step tokens, and S of fixed and adaptive settings by step tokens.
+    """Plot the result of `lp tune`: the time of a decode step over its tokens, and S of the settings over these tokens.
+
+    S: generated tokens a decode step.
 
     Args:
         step_times: seconds of a decode step by its tokens; drawn as measured, and as the decoder uses them.
@@ -238,7 +239,7 @@ def tune_plot(
 
 
 def dataset_plot(found: Sequence[Total], caption: str, path: Path) -> Path:
-    """Plot S and the speed-up over plain decoding by task, with a bar for each method.
+    """Plot S (generated tokens a decode step) and the speed-up over plain decoding by task, with a bar for each method.
 
     Args:
         found: totals by task and method, all under one setting.
@@ -274,7 +275,7 @@ def dataset_plot(found: Sequence[Total], caption: str, path: Path) -> Path:
 def heat_map(found: Sequence[Total], caption: str, path: Path) -> Path:
     """Plot one method's speed-up over window size W and n-gram size N; a cell has the best G, which is written into it.
 
-    Where plain decoding did not run, S takes the place of the speed-up.
+    Where plain decoding did not run, S (generated tokens a decode step) takes the place of the speed-up.
 
     Args:
         found: totals of one method under settings that differ in W, N and G.
@@ -375,7 +376,9 @@ def time_plot(found: Sequence[Total], caption: str, path: Path) -> Path:
 
 
 def tokens_plot(found: Sequence[Total], caption: str, path: Path) -> Path:
-    """Plot S by step tokens, with a point for each setting; the paper's scaling law is a line on this logarithmic axis.
+    """Plot S, the generated tokens a decode step, over the tokens of a step, with a point for each setting.
+
+    The axis of tokens is logarithmic: the paper's scaling law is a straight line on it.
 
     Args:
         found: totals of lookahead methods under settings that differ in W, N or G.

@@ -25,9 +25,8 @@ LOOKAHEAD = "lookahead"  # the decoder that is projected, with W, N and G as the
 def project_all(config: ScalingConfig, bench: Bench) -> list[Line]:
     """Project decoding speed on every number of ranks over every link: the lines of the scaling table.
 
-    Strong scaling keeps W and G of all ranks together; with `weak`, lines are added in which every rank has this W and
-    G.
-    Ranks and plain decoding are timed in alternation, ROUNDS times after a warm-up round.
+    The ranks share the config's W and G between them; with `weak`, lines are added in which every rank has W and G of
+    its own. Ranks and plain decoding are timed in alternation, ROUNDS times after a warm-up round.
 
     Args:
         config: the config, with `projected_ranks`, `links` and `weak`.

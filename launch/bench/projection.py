@@ -44,7 +44,7 @@ class Link:
         """Seconds of an all-gather; 0 for one rank.
 
         Args:
-            ranks: R.
+            ranks: R, how many ranks there are.
             payload_bytes: bytes of each rank's message.
         """
         if ranks == 1:
@@ -81,7 +81,7 @@ class Projected:
     """Projected times of one prompt on R ranks, still without the time of the exchange: `decode_s` adds a link's.
 
     Args:
-        ranks: R.
+        ranks: R, how many ranks there are.
         tokens: generated tokens.
         steps: decode steps, equal on all ranks.
         compute_s: seconds of all steps, each as long as its slowest rank.
@@ -119,7 +119,7 @@ class Projection:
     Args:
         decoder: the decoder to run; afterwards its context is that of one of the ranks.
         decode: runs a decoder on the prompt, with a known seed if it samples.
-        ranks: R.
+        ranks: R, how many ranks there are.
 
     Raises:
         ValueError: the decoder's config cannot be projected: see `check_projectable`.

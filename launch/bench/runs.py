@@ -72,7 +72,7 @@ class Bench(Session[BenchmarkConfig]):
     origin: dict[str, str | None] = field(default_factory=dict)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt; with the key prompt_tokens, lengthened to that many by the prompts before it.
+        """Token ids of a prompt; with prompt_tokens=N in the config, lengthened to N tokens by prompts in front of it.
 
         Args:
             prompt: one of `prompts`.

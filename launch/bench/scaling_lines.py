@@ -34,22 +34,22 @@ class Line:
 
     Args:
         method: name of the method.
-        ranks: R.
+        ranks: R, how many ranks there are.
         kind: MEASURED or PROJECTED.
         link: name of a projection's link, with ", weak" behind it where W and G grow with the ranks; None if measured.
         W: window size of all ranks together; None for methods without a lookahead window.
         G: guess set size of all ranks together; None for methods without.
         tokens_per_s: decoding speed.
         speedup: this speed over plain decoding on one replica with nothing else running; None without plain decoding.
-        compression: S.
+        compression: S, generated tokens a decode step.
         num_tokens: mean step tokens of the rank that computes most.
         forward_ms: milliseconds a step in the forward pass: mean of the measured ranks, or the slowest projected
             rank's.
-        exchange_ms: milliseconds a step in collectives, likewise.
-        host_ms: milliseconds a step on the host, likewise.
-        efficiency: `speedup` over R replicas times the method's speed-up on one replica, or over plain decoding's where
-            that was not measured: 1.0 is perfect scaling.
-        tp: how many of the ranks hold a replica between them.
+        exchange_ms: milliseconds a step in collectives: mean of the measured ranks, or the link's.
+        host_ms: milliseconds a step on the host: mean of the measured ranks, or the slowest projected rank's.
+        efficiency: `speedup` divided by the number of replicas and by the method's speed-up on one replica, which
+            counts as 1 where it was not measured: 1.0 is perfect scaling.
+        tp: how many ranks hold a replica (a copy of the model) between them; 1 where each rank has its own.
         least: least speed-up of several rounds or runs; None for a single one.
         most: largest speed-up of several rounds or runs; None for a single one.
         launch: world size of the launch in which the line was measured; None if projected.
@@ -110,8 +110,7 @@ def scaling_table(lines: Sequence[Line]) -> tuple[list[str], list[list[str]]]:
     """Column heads and cells of a scaling table, without columns that would be empty.
 
     The range over rounds needs several rounds; the speed-up within a launch needs a launch that runs methods on some of
-    its
-    ranks.
+    its ranks.
 
     Args:
         lines: the lines of the table.
@@ -230,7 +229,7 @@ def with_efficiency(lines: Sequence[Line]) -> list[Line]:
             else plain decoding's.
     """
     of_launches = {line.series: line.speedup for line in lines if line.ranks == line.tp and line.speedup}
-    beside: dict[tuple[str, int | None, int | None], list[float]] = defaultdict(list)  # speed-ups of the @1 lines, on one replica of a larger launch
+    beside: dict[tuple[str, int | None, int | None], list[float]] = defaultdict(list)  # of @1 in larger launches
     for line in lines:
         if line.method.endswith(ALONE) and line.speedup:
             beside[line.series, line.W, line.G].append(line.speedup)
@@ -285,7 +284,8 @@ def errors_of_runs(runs: Sequence[Sequence[Line]]) -> ErrorsOfRuns:
 def errors(lines: Iterable[Line], link: str = "gloo") -> dict[tuple[str, int], float]:
     """How far projected speed-ups are off the measured ones: projected / measured - 1, by (method, ranks).
 
-    Measured are speed-ups within a launch, where plain decoding has as large a share of the machine as each rank.
+    The measured speed-ups are those within a launch, where plain decoding has as large a share of the machine as each
+    rank.
 
     Args:
         lines: lines of one run; compared are those with equal method, ranks, W and G, measured and projected.

@@ -53,7 +53,7 @@ class Plan:
         sizes: numbers of tokens T for which a forward pass is timed.
         max_new_tokens: tokens that every decode generates.
         rounds: how often everything is measured; medians count.
-        ranks: R.
+        ranks: R, how many ranks there are.
         rank: the rank whose steps are timed, from 0.
         sampling: how decodes sample, with a known seed; None is greedy.
 
@@ -103,7 +103,7 @@ class Plan:
         vocabulary = model.get_output_embeddings().weight.shape[0]
         caches = 3 if self.ranks == 1 else 3 + self.ranks
         cached = caches * needed * Work.of(model).kv_token_bytes
-        logits = 3 * 4 * max(num_tokens, PREFILL_CHUNK) * vocabulary  # the model's logits, these in float32, and processed
+        logits = 3 * 4 * max(num_tokens, PREFILL_CHUNK) * vocabulary  # the model's, these in float32, and processed
         check_memory(weights + cached + logits + 2 * copy_bytes(device), device)
 
 
@@ -112,12 +112,12 @@ class Point:
     """The time of a forward pass of T tokens with logits for all of them.
 
     Args:
-        num_tokens: T.
+        num_tokens: T, tokens of the pass.
         seconds: seconds of the pass, t(T).
         ratio: t(T) over t of the smallest T that was measured.
         floor: t(T) over the least seconds that the device's bandwidth and arithmetic speed allow: 1.0 is perfect.
-        bytes_per_s: memory traffic that the pass achieves.
-        flop_per_s: arithmetic speed that the pass achieves.
+        bytes_per_s: bytes of weights, keys and values that the pass moves a second.
+        flop_per_s: floating-point operations that the pass does a second.
     """
 
     num_tokens: int
@@ -138,7 +138,7 @@ class Step:
         num_tokens: step tokens of this rank, with catch-up.
         max_tokens: B, with catch-up.
         steps: decode steps of a decode.
-        compression: S of that decode; it means nothing where weights are random.
+        compression: S, generated tokens a decode step, of that decode; it means nothing where weights are random.
         seconds: seconds of a step.
         parts: seconds by part: "attention", "LM head", "other layers", "exchange" and "host", which add up to
             `seconds`. Attention is the time of the forward pass less its time without attention, and 0 where a model
@@ -201,7 +201,7 @@ def largest_step(config: LookaheadConfig, budget: int, ranks: int, rank: int, ca
     Args:
         config: the decoder's config.
         budget: B, most step tokens of a rank.
-        ranks: R.
+        ranks: R, how many ranks there are.
         rank: the rank whose step it is, from 0.
         catch_up: accepted tokens that the rank computes again, since another rank has their keys and values; less than
             B.
@@ -220,7 +220,7 @@ def step_budget(decoder: LookaheadDecoder, ids: Sequence[int], ranks: int) -> in
     Args:
         decoder: the decoder; its context is replaced.
         ids: token ids of the text.
-        ranks: R.
+        ranks: R, how many ranks there are.
     """
     call = SourceCall(
         prompt=ids,

@@ -37,7 +37,7 @@ class ProfileResult:
 
 
 def as_json(report: ProfileResult) -> str:
-    """Measurements and setting as JSON on one line.
+    """The result of `lp profile` as one JSON object on one line, for output=json.
 
     Args:
         report: the result of `lp profile`.

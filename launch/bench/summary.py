@@ -1,4 +1,4 @@
-"""Text of a benchmark's tables: a line for each setting and method, and captions with what all lines share."""
+"""Text of a benchmark's tables: a line for each setting and method, and captions with the settings that all share."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def varying(found: Sequence[Total]) -> list[str]:
 def shown(found: Sequence[Total]) -> list[str]:
     """Names of the settings that get a column in a table.
 
-    Those of HIDDEN, which are long or implied by others, get one only if two lines would look alike without it.
+    Settings in HIDDEN, which are long or implied by others, get a column only if two lines would look alike without it.
 
     Args:
         found: totals, one for each line.
@@ -65,7 +65,7 @@ def common(found: Sequence[Total]) -> dict[str, Any]:
 
 
 def table_of(found: Sequence[Total]) -> tuple[list[str], list[list[str]]]:
-    """Heads and lines of a table: settings that differ, the columns of HEADS, and those of MORE that are not empty.
+    """Heads and lines of a table: a column for each setting that differs, for HEADS, and for MORE where not empty.
 
     Args:
         found: totals, one for each line.

@@ -244,7 +244,7 @@ def _print_line(text: str, console: Console) -> None:
 
 
 def as_json(report: TextReport) -> str:
-    """The run's result as one JSON object on one line.
+    """The result of `lp generate` as one JSON object on one line, for output=json.
 
     Args:
         report: the run's result.

@@ -203,8 +203,7 @@ class Chat:
         """Add the turn to the history with rank 0's answer, on all ranks.
 
         The ranks' own answers may differ: plain decoding has no exchange, so Ctrl-C stops it on each rank by itself;
-        and a rank
-        that failed alone, unknown to the others, goes on beside them.
+        and a rank that failed alone, unknown to the others, goes on beside them.
         """
         ending = json.dumps({"answer": answer, "failed": error is not None})
         of_rank_0 = json.loads(self.context.share_text(ending) or "")

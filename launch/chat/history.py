@@ -37,8 +37,8 @@ class History:
     """The conversation so far, from which the prompt for the next answer is made.
 
     A model whose tokenizer has no chat template only continues text. For it the prompt is the system text and all
-    messages
-    and answers in a row, each message on a new line; an empty message makes the model go on where its answer ended.
+    messages and answers in a row, each message on a new line; an empty message makes the model go on where its answer
+    ended.
 
     Args:
         tokenizer: the model's tokenizer.

@@ -35,8 +35,7 @@ def source_files(folder: Path, needs_git: bool = False) -> list[SourceFile]:
     """List the files in a folder and its subfolders, sorted by path, without links and what .gitignore names.
 
     Repositories inside the folder, submodules among them, are listed by their own .gitignore. Where git fails, a
-    warning
-    says so, .gitignore is not read, and hidden files are left out.
+    warning says so, .gitignore is not read, and hidden files are left out.
 
     Args:
         folder: the folder to list.

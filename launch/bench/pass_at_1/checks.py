@@ -72,8 +72,7 @@ def class_program(prompt: Prompt, text: str) -> str:
     """Make the program that tests a class by unit tests, as ClassEval does: imports, class, tests.
 
     The class is looked for in the text's first fence (```), or without a fence in the whole text. Where that defines
-    none,
-    the text is taken to continue the prompt.
+    none, the text is taken to continue the prompt.
 
     Args:
         prompt: the beginning of the class, with fields "test" and "test_classes", and perhaps "import_statement".
