@@ -228,9 +228,9 @@ class Server(Place):
         return _reply(answer)
 
     async def look(self) -> None:
-        """Check the server's health: whether it takes requests, how many, and how many other clients have sent.
+        """Check the server's health, and learn how many requests it takes and how many other clients have sent.
 
-        Asks /ready, /props and /metrics.
+        It asks /ready and /metrics, and /props after a failure. The result shows in `free` and `trouble`.
 
         Raises:
             ValueError: the server refuses the API key, or redirects to another address.

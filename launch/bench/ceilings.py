@@ -106,10 +106,10 @@ class CeilingCalls:
 
 
 def copy_bytes(device: torch.device) -> int:
-    """Bytes of the tensor that is copied to measure the bandwidth; the copy takes as much memory again.
+    """Bytes of the tensor that is copied to measure the bandwidth; the copy needs as much memory again.
 
     Args:
-        device: the device to measure.
+        device: the device to measure; a CPU copies less than a GPU, to be done soon.
     """
     return COPY_BYTES.get(device.type, COPY_BYTES["cpu"])
 

@@ -134,7 +134,8 @@ class Projection:
 
     @cached_property
     def recorded(self) -> RecordedCollectives:
-        """The collectives of a run of all ranks as threads, made at the first use.
+        """The recorded collectives of all ranks, run as threads, which `run` replays rank by rank; made at the first
+        use.
 
         That run captures no steps, since threads cannot capture CUDA graphs at the same time.
         """

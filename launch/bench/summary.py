@@ -112,9 +112,9 @@ def peak(total: Total) -> str:
 
 
 def solved(total: Total) -> str:
-    """The cell of pass@1, as in "42.0% (21, +1)": share and number of prompts solved, and more than plain decoding.
+    """The cell of pass@1, as in "42.0% (21, +1)": 42% or 21 prompts are solved, one more than plain decoding solves.
 
-    Without plain decoding it ends after the number; "-" where texts were not judged.
+    Without plain decoding it is "42.0% (21)"; where texts were not judged, "-".
 
     Args:
         total: the line's totals.
