@@ -1,4 +1,8 @@
-"""The apps and tools of the command `lp`."""
+"""The lists of apps and tools that the command `lp` has, read by `lp --help` and by `lp NAME`.
+
+An app (`lp generate`) is configured by Hydra and may run on several ranks. A tool (`lp doctor`) takes ordinary options
+and runs in one process.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +11,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class App:
-    """One of the apps. Its module, and its file of keys in conf/, have its name.
+    """An app of the command `lp`, described so that `lp` need not import its module, and torch, before it starts.
+
+    The app's name, its key in APPS, is also the name of its module in launch/ and of its file conf/NAME.yaml.
 
     Args:
-        function: name of the function in that module that takes the config of a job.
-        summary: one line for the list of apps.
-        prompts: whether it continues prompts, which `--prompt` gives.
-        measures: whether it needs lp's functions compiled from the start: it measures, or runs for long.
-        files: keys of files that may be named without their keys, in this order.
+        function: name of the function in the app's module that takes the job's config and runs it.
+        summary: one line about the app, for `lp --help`.
+        prompts: whether the app continues prompts, so that it takes `--prompt TEXT` and task=NAME.
+        measures: whether the app measures speed or runs for long, so that lp's numba functions are compiled before it
+            starts.
+        files: config keys that take bare arguments in this order: ("input", "out") makes `lp batch A B` mean input=A
+            out=B.
     """
 
     function: str

@@ -1,7 +1,7 @@
-"""`lp benchmark`: methods on the prompts of a task, a record for each; resumed where it stopped.
+"""`lp benchmark`: measure methods on the prompts of a task, with a record for each; an interrupted run goes on later.
 
-Methods alternate prompt by prompt, so that drift of the machine hits all alike. Those that share no step with other
-ranks run on rank 0 alone while the others wait. `--cfg job` shows the keys.
+Methods alternate prompt by prompt, so that drift of the machine hits all alike. A method whose steps the ranks do not
+share runs on rank 0 alone, while the others wait. `--cfg job` shows the keys.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ from .running.session import WARM_UP_TOKENS, on_main
 
 
 def benchmark(config: BenchmarkConfig, models: ModelCache | None = None) -> float | None:
-    """Measure methods on the prompts of a task, and show their totals.
+    """Measure methods on the prompts of a task, write a record for each prompt and method, and print the totals.
 
     Args:
         config: this job's config.
-        models: the model, from job to job; None is this process's.
+        models: keeps the loaded model for the next job of a sweep; None takes the cache that all jobs of this process
+            share.
 
     Returns:
-        Tokens/s of the first method, which a sweeper may maximise.
+        Tokens/s of the first method, which a sweeper may maximise; None on ranks other than 0.
 
     Raises:
-        SystemExit: 130 after Ctrl-C, when every prompt that was finished is on the disk and in the table.
+        SystemExit: code 130 after Ctrl-C; the records of all finished prompts are on the disk and in the printed table.
         ValueError: a user error.
     """
     bench = open_bench(config, models or _shared_model())
@@ -64,7 +65,7 @@ def benchmark(config: BenchmarkConfig, models: ModelCache | None = None) -> floa
 
 @functools.cache
 def _shared_model() -> ModelCache:
-    """The model that the jobs of a sweep in this process share."""
+    """The cache through which the jobs of a sweep in this process share one loaded model."""
     return ModelCache()
 
 
@@ -99,7 +100,7 @@ def _write(
 
 
 def _todo(bench: Bench, done: dict[str, str]) -> list[tuple[int, Prompt]]:
-    """The prompts without records, of those that fit."""
+    """The prompts that fit the model's context and have no records yet, each with its index."""
     for index, prompt in enumerate(bench.prompts):
         if done.get(str(index), digest(prompt.text)) != digest(prompt.text):
             raise UserError(f"{bench.path} has records of another prompt {index}; give another out=, or the same task")
@@ -112,14 +113,14 @@ def _runs(bench: Bench, prompt: Prompt, tokens: int) -> dict[str, Callable[[], G
 
 
 def _measure(bench: Bench, prompt: Prompt) -> tuple[dict[str, Measured], dict[str, list[dict[str, float]]]]:
-    """What every method did, and how its steps' time was split on each rank."""
+    """Run every method on one prompt: its measurement by method, and by method the mean step times of each rank."""
     peak = PeakMemory(bench.context.device)
     measured = alternate(_runs(bench, prompt, bench.config.max_new_tokens), bench.config.repeats, peak)
     return measured, {name: bench.shares(name, result) for name, result in measured.items()}
 
 
 def _show(bench: Bench, file: RecordFile) -> float:
-    """The table and where the records are, or with output=json the same as one JSON object."""
+    """Print the table and the records' path, or with output=json a JSON object; return the first method's tokens/s."""
     found = totals(file.records)
     with on_rank_0(bench.context, sys.stdout) as out:
         if bench.config.output is Output.json:

@@ -35,13 +35,13 @@ SHOWS_ONLY = {"--cfg", "-c", "--info", "-i", "--hydra-help", "--shell-completion
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the app that the first argument names.
+    """Run the app or tool that the first argument names, or print usage or version.
 
     Args:
-        args: None takes those of the command line.
+        args: the command line without the program's name, as in ["generate", "def f(x):"]; None takes sys.argv.
 
     Raises:
-        SystemExit: 2 after a user error; launch/running/errors.py has the other codes.
+        SystemExit: exit code 2 after a user error; launch/running/errors.py lists the other codes.
     """
     args = sys.argv[1:] if args is None else args
     if not args or args[0] in ("-h", "--help"):
@@ -58,7 +58,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def usage() -> str:
-    """The apps with a line each."""
+    """The text of `lp --help`: the apps and tools, with one line about each."""
     summaries = {name: app.summary for name, app in APPS.items()} | TOOLS
     apps = "\n".join(f"  {name:<10} {summary}" for name, summary in summaries.items())
     return (
@@ -68,7 +68,15 @@ def usage() -> str:
 
 
 def run_tool(name: str, args: Sequence[str]) -> None:
-    """Run a tool with these arguments."""
+    """Parse a tool's options and run it in this process, as for `lp doctor MODEL`.
+
+    Args:
+        name: a key of TOOLS; the tool's module in launch/ has this name.
+        args: the arguments behind the name.
+
+    Raises:
+        SystemExit: the exit code, where the tool fails or the options are wrong.
+    """
     atexit.register(gc.freeze)  # else Python looks through a million objects when it ends, for seconds
     with waits_shown():
         with _importing("torch and transformers"):
@@ -84,7 +92,15 @@ def run_tool(name: str, args: Sequence[str]) -> None:
 
 
 def start(name: str, args: Sequence[str]) -> None:
-    """Run an app with these arguments."""
+    """Run an app as `lp NAME ...` does: answer `--help`, compile lp's functions where that pays, hand over to Hydra.
+
+    Args:
+        name: a key of APPS.
+        args: the arguments behind the name.
+
+    Raises:
+        SystemExit: the exit code, where the app fails.
+    """
     atexit.register(gc.freeze)  # as in `run_tool`
     with waits_shown():
         _start(name, args)
@@ -138,11 +154,14 @@ def _importing(what: str) -> Iterator[None]:
 
 
 def own_arguments(name: str, args: Sequence[str]) -> list[str]:
-    """An app's arguments as Hydra takes them: without a prompt, files with their keys.
+    """Translate an app's arguments into Hydra overrides: a prompt moves to the environment, bare file names get keys.
 
     Args:
-        name: the app.
-        args: what the user typed behind it.
+        name: the app, a key of APPS.
+        args: the arguments behind the name, as in ["in.jsonl", "out.jsonl", "W=4"].
+
+    Returns:
+        Overrides and options for Hydra, as in ["input=in.jsonl", "out=out.jsonl", "W=4"].
 
     Raises:
         UserError: more than one prompt, or too many files.
@@ -152,11 +171,14 @@ def own_arguments(name: str, args: Sequence[str]) -> list[str]:
 
 
 def needs_compiled(app: App, overrides: Sequence[str]) -> bool:
-    """Whether this run measures, or serves, as far as can be known before Hydra has read the config.
+    """Whether lp's numba functions must be compiled before this run starts, since it measures or serves.
+
+    Decided from the command line alone, before Hydra has read the config; runs that only show help or the config need
+    none.
 
     Args:
         app: the app that is started.
-        overrides: overrides and Hydra's options, without a prompt.
+        overrides: Hydra's overrides and options, without a prompt.
     """
     if SHOWS_ONLY & {each.partition("=")[0] for each in overrides}:
         return False
@@ -165,7 +187,7 @@ def needs_compiled(app: App, overrides: Sequence[str]) -> bool:
 
 
 def _compile(args: Sequence[str]) -> None:
-    """Compile lp's functions now, unless that was done; once after an install this takes a minute."""
+    """Compile lp's numba functions unless they are compiled; once after an install this takes about a minute."""
     with waiting("compiling functions, once after an install: about a minute"):
         complete()
     # `python -m launch.benchmark` has imported them before: begin again, unless the prompt came from stdin, which has

@@ -1,8 +1,9 @@
-"""`lp corpus build|watch FOLDER --model MODEL -o FILE`: make a corpus of a folder's files, for the pool.
+"""`lp corpus build|watch FOLDER --model MODEL -o FILE`: index a folder's files, so that the pool drafts from them.
 
-Where the end of a text comes in these files too, the pool drafts what followed there (pool.corpora=[FILE]). What
-.gitignore names is left out, and so are binary files. Built again, files that have not changed are not read. With
-`watch` it stays as the files are while they are edited. The corpus holds the files' text: keep it where they may be.
+Where the last generated tokens also occur in these files, the pool drafts the tokens that follow there
+(pool.corpora=[FILE]). Files that .gitignore names and binary files are left out. A second build reads only files that
+have changed. `watch` builds the corpus and keeps it up to date while the files are edited, until Ctrl-C. The corpus
+holds the files' text: keep it where the files themselves may be.
 """
 
 from __future__ import annotations
@@ -34,7 +35,13 @@ MOST_KIB = 1024
 
 @dataclass
 class LeftOut:
-    """How many files a corpus has no tokens of, and why."""
+    """Counts of the files that a corpus leaves out, by reason; as text "3 binary, 1 too large", or "none".
+
+    Attributes:
+        binary: files that are not UTF-8 text.
+        large: files larger than --most-kib.
+        vanished: files that were gone or not readable when their turn came.
+    """
 
     binary: int = 0
     large: int = 0
@@ -65,10 +72,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Make a corpus, and keep it if that is asked for.
+    """Build a corpus, and with `watch` keep it up to date until Ctrl-C.
+
+    Args:
+        args: the parsed options of `lp corpus`.
 
     Raises:
-        UserError: no such folder or model, or nowhere to write: before anything is read.
+        UserError: no such folder or model, or no permission to write the file; found before any file is read.
     """
     if args.most_kib < 1:
         raise UserError(f"--most-kib is {args.most_kib}; it must be 1 at least")
@@ -82,10 +92,15 @@ def run(args: argparse.Namespace) -> None:
 
 
 def watch(reader: TextReader, path: Path, vocabulary_size: int) -> None:
-    """Build the corpus, and keep it as the files are, until Ctrl-C.
+    """Build the corpus of a folder, then update it whenever a file changes, until Ctrl-C.
+
+    Args:
+        reader: reads the folder's files as tokens.
+        path: the corpus file.
+        vocabulary_size: V, how many tokens the model knows.
 
     Raises:
-        UserError: watchfiles is missing.
+        UserError: the package watchfiles is missing.
     """
     if not is_installed("watchfiles"):
         raise UserError(f"lp corpus watch needs watchfiles; install the extra: {install_command('watch')}")
@@ -97,7 +112,18 @@ def watch(reader: TextReader, path: Path, vocabulary_size: int) -> None:
 
 
 def build(reader: TextReader, path: Path, vocabulary_size: int) -> None:
-    """Read the files, sort their places, and write the corpus; nothing is written where nothing has changed."""
+    """Write a folder's corpus to a file, and print how many files and tokens it has.
+
+    Tokens of unchanged files come from the corpus that is already there; if no file has changed, nothing is written.
+
+    Args:
+        reader: reads the folder's files as tokens.
+        path: the corpus file.
+        vocabulary_size: V, how many tokens the model knows.
+
+    Raises:
+        UserError: the folder has no text, or `path` holds something that is no corpus.
+    """
     is_own = own_files(reader.folder, path)
     files = [file for file in source_files(reader.folder) if not is_own(file.path)]
     listing = Listing(str(reader.folder.resolve()), reader.digest, [])
@@ -132,16 +158,17 @@ def build(reader: TextReader, path: Path, vocabulary_size: int) -> None:
 
 
 class TextReader:
-    """Reads the texts of a folder's files, as tokens.
+    """Reads source files as token ids, and counts the files that it leaves out.
 
     Args:
-        folder: where the files lie.
-        tokenizer: makes tokens of them.
+        folder: the folder in which the files lie.
+        tokenizer: the model's HF tokenizer.
         most_bytes: size of the largest file that is read.
 
     Attributes:
-        digest: stands for how the tokenizer cuts texts.
-        left_out: counts files that there are no tokens of.
+        digest: number that two tokenizers share only if they split every text alike; a corpus of another digest is
+            stale.
+        left_out: counts of files without tokens, by reason.
     """
 
     def __init__(self, folder: Path, tokenizer: Any, most_bytes: int) -> None:
@@ -152,7 +179,7 @@ class TextReader:
         self._most_bytes = most_bytes
 
     def tokens(self, file: SourceFile) -> np.ndarray | None:
-        """A file's tokens, int32; None for one that is too large, binary, or gone by now."""
+        """A file's token ids, int32 (L,), without special tokens; None for a file that is too large, binary or gone."""
         if file.size > self._most_bytes:
             self.left_out.large += 1
             return None
@@ -168,7 +195,7 @@ class TextReader:
 
 
 def tokenizer_digest(tokenizer: Any) -> int:
-    """A digest of how a tokenizer cuts texts."""
+    """A number that changes when a tokenizer splits texts otherwise, by which a stale corpus is recognised."""
     if getattr(tokenizer, "is_fast", False):
         told = tokenizer.backend_tokenizer.to_str()
     else:
@@ -177,10 +204,17 @@ def tokenizer_digest(tokenizer: Any) -> int:
 
 
 def known_texts(path: Path, listing: Listing) -> dict[tuple[str, int, int], np.ndarray]:
-    """Tokens by path, size and time of the files that the corpus in a file has of this folder and this tokenizer.
+    """Tokens that an existing corpus has of files, so that a new build need not read them again.
+
+    Args:
+        path: the corpus file; it need not exist.
+        listing: the new build's folder and tokenizer; a corpus of others has nothing to reuse.
+
+    Returns:
+        Token ids, int32 (L,), by (path, size in bytes, modification time in ns) of the file.
 
     Raises:
-        UserError: the file is something else, which must not be lost.
+        UserError: the file is no corpus, and building would overwrite it.
     """
     if not path.exists():
         return {}
@@ -191,7 +225,15 @@ def known_texts(path: Path, listing: Listing) -> dict[tuple[str, int, int], np.n
 
 
 def own_files(folder: Path, path: Path) -> Callable[[str], bool]:
-    """Says of a file in a folder whether it is the corpus in `path`, its delta, or what is being written of them."""
+    """Make a test that says whether a file is one of the corpus' own, which must not be indexed or watched.
+
+    Args:
+        folder: the folder that is indexed.
+        path: the corpus file; its delta (FILE.delta) and unfinished writes (FILE.123.part) count too.
+
+    Returns:
+        A function that takes a path relative to `folder`.
+    """
     own = re.escape(os.path.relpath(path.resolve(), folder.resolve()))
     pattern = re.compile(own + r"(\.delta)?(\.\d+\.part)?")
     return lambda name: pattern.fullmatch(name) is not None

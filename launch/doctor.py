@@ -1,9 +1,10 @@
-"""`lp doctor [MODEL]`: what this machine can do, and a model on it: versions, device, threads, attention, and why not.
+"""`lp doctor [MODEL]`: list what works on this machine, and with a model on it, and why the rest does not.
 
     lp doctor                       # packages, devices, threads, folders
     lp doctor MODEL --dtype auto    # loads it too: attention, fused layers, captured steps, and what is refused
 
-A line each. What goes wrong on the way is a line of its own. The exit code is 1 where the model cannot be decoded.
+It prints one line for each finding; a check that fails prints a line with its error. The exit code is 1 where the model
+cannot be decoded.
 """
 
 from __future__ import annotations
@@ -59,10 +60,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print what this machine can do, and where a model is named, what it can do there.
+    """Print the abilities of this machine, and those of a model on it if one is named.
+
+    Args:
+        args: the parsed options of `lp doctor`.
 
     Raises:
-        SystemExit: 1 where the model cannot be decoded.
+        SystemExit: exit code 1 where the model cannot be decoded.
     """
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     for line in (*_each(*_MACHINE), *_each(lambda: _remarks(device))):
@@ -72,7 +76,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _each(*checks: Callable[[], Sequence[tuple[str, str]]]) -> Iterator[str]:
-    """The lines of some checks; one that fails has a line that says so."""
+    """The lines that some checks print; a check that fails gives a line with its error instead."""
     for check in checks:
         try:
             yield from (f"{name:13}{text}" for name, text in check())
@@ -81,7 +85,7 @@ def _each(*checks: Callable[[], Sequence[tuple[str, str]]]) -> Iterator[str]:
 
 
 def _of(error: BaseException) -> str:
-    """An error on one line: a user's as it is, another with its class."""
+    """An error on one line: a user error's message alone, any other error's behind the name of its class."""
     text = " ".join(str(error).split())
     return text if isinstance(error, lp.UserError) else f"{type(error).__name__}: {text}"
 
@@ -141,7 +145,7 @@ _MACHINE = (_versions, _devices, _threads, _folders, _extras)
 
 
 def _examine(args: argparse.Namespace, device: str) -> bool:
-    """Print what can be done with a model; whether it can be decoded."""
+    """Load a model, print what it can do here, and return whether it can be decoded."""
     said: list[str] = []
     try:
         with _heard(said):
@@ -161,7 +165,7 @@ def _examine(args: argparse.Namespace, device: str) -> bool:
 
 @contextmanager
 def _heard(said: list[str]) -> Iterator[None]:
-    """Within the block, what lp warns of and logs is kept."""
+    """Within the block, warnings and log lines of lp go to the list instead of the terminal."""
 
     class Keeper(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

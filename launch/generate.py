@@ -1,7 +1,7 @@
-"""`lp generate`: continue prompts and show the text as it comes; with compare=true, say how methods compare.
+"""`lp generate`: continue prompts and show the text as it comes; with compare=true, measure how methods compare.
 
-Every prompt is run once to be shown; the methods are then measured in alternation, unseen, so that writing to a
-terminal is in no figure. `--help` lists the keys.
+Every prompt is decoded once to be shown. With compare=true the methods then decode it again in alternation without
+printing, so that no figure includes the time of writing to a terminal. `--help` lists the keys.
 """
 
 from __future__ import annotations
@@ -34,10 +34,13 @@ SHOWN_PROMPT_LINES = 8
 
 
 def generate(config: Config) -> None:
-    """Continue prompts, show each text as it comes, and with compare=true how methods compare.
+    """Continue prompts, show each text as it comes, and with compare=true measure and compare methods on them.
+
+    Args:
+        config: this job's config.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C or SIGTERM came; everything that was generated has been shown.
+        KeyboardInterrupt: Ctrl-C or SIGTERM came; all text that was generated until then has been shown.
         ValueError: a user error.
     """
     if config.compare:
@@ -83,7 +86,7 @@ def _continue_all(session: Session[Config], pen: Pen, report: TextReport) -> Non
 
 @contextlib.contextmanager
 def _marked(pen: Pen, report: TextReport) -> Iterator[None]:
-    """A text that an error cuts off must not look like a finished one."""
+    """Mark a text that an error cuts off, so that nobody takes it for a finished one."""
     try:
         yield
     except Exception:
@@ -97,7 +100,7 @@ def _runs(session: Session, ids: list[int], tokens: int) -> dict[str, Callable[[
 
 
 def _continue(session: Session[Config], prompt: Prompt, pen: Pen, report: TextReport) -> None:
-    """Show one prompt's continuation, then measure it."""
+    """Decode one prompt and show its text, then measure the methods on it if compare=true."""
     config, ids = session.config, session.encode(prompt)
     chosen = session.decoders[report.method]
     _head(prompt, len(ids), pen)
@@ -117,7 +120,7 @@ def _continue(session: Session[Config], prompt: Prompt, pen: Pen, report: TextRe
 
 
 def _explain(session: Session, method: str, pen: Pen, line: int) -> None:
-    """What the decoder may take, at the start; or what it took."""
+    """Print a line of a lookahead decoder's `explain()`: line 0 is its token budget, line 1 how the budget was used."""
     decoder = session.decoders[method]
     if isinstance(decoder, lp.LookaheadDecoder):
         pen.aside(decoder.explain().splitlines()[line] + "\n")

@@ -1,4 +1,4 @@
-"""`lp APP --help`: the keys of an app, with a line each."""
+"""`lp APP --help`: the keys of an app, each with its default and one line of explanation."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ GROUPS = ("model", "decoder", "attention", "sampling", "task", "experiment")
 
 
 def app_help(app: str, overrides: Sequence[str]) -> str:
-    """What `lp APP --help` prints: options, keys with their defaults, and groups.
+    """The text that `lp APP --help` prints: options, config keys with their defaults, and config groups.
 
     Args:
-        app: its name.
-        overrides: beside `--help`; `decoder=NAME` chooses whose keys are shown.
+        app: a key of APPS.
+        overrides: the other arguments; `decoder=NAME` among them chooses the decoder whose keys are listed.
 
     Raises:
         UserError: there is no decoder of that name.
@@ -67,10 +67,13 @@ _OPTIONS = [
 
 
 def chosen_decoder(overrides: Sequence[str]) -> str:
-    """The decoder that the overrides name, or the default one.
+    """Name of the decoder whose keys `--help` lists: the last `decoder=NAME` of the overrides, else lookahead_auto.
+
+    Args:
+        overrides: the arguments of the app.
 
     Raises:
-        UserError: there is none of that name.
+        UserError: there is no decoder of that name.
     """
     named = [each.removeprefix("decoder=") for each in overrides if each.startswith("decoder=")]
     name = named[-1] if named else "lookahead_auto"
@@ -85,12 +88,12 @@ def _keys(keys: Iterable[Key], columns: int) -> str:
 
 
 def _bare(text: str) -> str:
-    """A text without the marks of a page."""
+    """A text without Markdown's backquotes and escaped bars."""
     return text.replace("`", "").replace("\\|", "|")
 
 
 def _entries(entries: Iterable[tuple[str, str]], columns: int) -> str:
-    """A name on a line, and its text below it: as readable at 60 columns as at 100."""
+    """Pairs of name and text, each name on a line and its text indented below: readable at 60 columns and at 100."""
     wrapped = textwrap.TextWrapper(columns, initial_indent=" " * 6, subsequent_indent=" " * 6, break_on_hyphens=False)
     named = textwrap.TextWrapper(columns, initial_indent="  ", subsequent_indent=" " * 4, break_on_hyphens=False)
     lines = []

@@ -1,7 +1,7 @@
-"""Every key of every app with its type, default and text: what `--help` and docs/reference/config.md are made of.
+"""Every config key of every app with its type, default and explanation, for `--help` and docs/reference/config.md.
 
-A key's text is the entry of its field in the docstring of its dataclass, or of the nearest base that has one. A key
-without a text is an error.
+A key is a field of a config dataclass. Its explanation is the field's entry under Args in the docstring of that
+dataclass, or of the nearest base class that has an entry. A key without an explanation is an error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,14 @@ GROUPS = ("decoder", "sampling")  # groups whose keys depend on the choice: sect
 
 
 class Key(NamedTuple):
-    """A key of an app: a line of `--help` and of the page of keys."""
+    """A config key as `--help` and the page of keys show it.
+
+    Attributes:
+        name: path of the key, as in "model.dtype".
+        kind: its type as users know it, as in "int or null".
+        default: its default as YAML writes it, in backquotes; empty where a value must be given.
+        text: one line that explains it, in Markdown.
+    """
 
     name: str
     kind: str
@@ -37,14 +44,24 @@ class Key(NamedTuple):
 
 
 def choices(group: str) -> list[str]:
-    """Names of the choices that a config group has."""
+    """Names that a config group offers, sorted: choices("sampling") has "greedy" and "sample".
+
+    Args:
+        group: a group's name, as in "decoder" or "model".
+    """
     stored = ConfigStore.instance().repo.get(group, {})
     names = {path.stem for path in (CONF / group).glob("*.yaml")} | {name.removesuffix(".yaml") for name in stored}
     return sorted(names)
 
 
 def app_keys(app: str) -> list[Key]:
-    """All keys of an app, but those of GROUPS."""
+    """All config keys of an app, in the order of its config; without the groups `decoder` and `sampling`.
+
+    The keys of those two depend on the choice that is made: `config_keys` lists them.
+
+    Args:
+        app: a key of APPS.
+    """
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config = compose(app)
     schema = OmegaConf.get_type(config)
@@ -53,7 +70,16 @@ def app_keys(app: str) -> list[Key]:
 
 
 def schema_keys(schema: Any, values: Any, prefix: str) -> Iterator[Key]:
-    """The keys of a schema in the order of its fields, those of nested ones with their path."""
+    """List the keys of a config dataclass in the order of its fields; nested dataclasses give dotted names.
+
+    Args:
+        schema: the dataclass.
+        values: the composed config as nested dicts, from which the defaults come.
+        prefix: put before every name: "" at the top, "model." for the keys of a nested `model`.
+
+    Raises:
+        UserError: a key has no explanation in the docstrings.
+    """
     hints = typing.get_type_hints(schema)
     texts = docstring_entries(schema)
     for item in dataclasses.fields(schema):
@@ -74,7 +100,13 @@ def schema_keys(schema: Any, values: Any, prefix: str) -> Iterator[Key]:
 
 
 def config_keys(config: type, group: str, names: Sequence[str]) -> list[Key]:
-    """The keys of the choices of a group that are made of one config: the texts of its docstring, their defaults."""
+    """List the keys of one config dataclass that several choices of a group use, as lookahead and lookahead_auto do.
+
+    Args:
+        config: the dataclass, whose docstring explains the keys.
+        group: the config group, as in "decoder".
+        names: choices of the group; where their defaults differ, a key shows all of them.
+    """
     texts = docstring_entries(config)
     hints = typing.get_type_hints(config)
     keys = []
@@ -92,7 +124,13 @@ def config_keys(config: type, group: str, names: Sequence[str]) -> list[Key]:
 
 
 def docstring_entries(cls: type) -> dict[str, str]:
-    """The entries under `Args:` in the docstrings of a class and its bases, by field; the class's own come first."""
+    """Explanations of a class' fields: the entries under `Args:` in its docstring and in those of its bases, by field.
+
+    An entry of the class itself wins over one of a base.
+
+    Args:
+        cls: a dataclass.
+    """
     entries: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         entries |= _entries(inspect.cleandoc(base.__dict__.get("__doc__") or ""))
@@ -115,12 +153,12 @@ def _entries(doc: str) -> dict[str, str]:
 
 
 def summary(cls: type) -> str:
-    """What a config is for: the first paragraph of its docstring."""
+    """The first paragraph of a config dataclass' docstring on one line, which says what the config is for."""
     return one_line((inspect.getdoc(cls) or "").split("\n\n")[0])
 
 
 def kind_of(hint: Any) -> str:
-    """A type as users know it."""
+    """A type hint in words for users: `int | None` gives "int or null", a list[str] "list of text"."""
     if isinstance(hint, types.UnionType):
         return " or ".join("null" if part is type(None) else kind_of(part) for part in typing.get_args(hint))
     if typing.get_origin(hint) is list:
@@ -131,7 +169,7 @@ def kind_of(hint: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """A default as YAML has it; nothing where a value must be given."""
+    """A default as YAML writes it, in backquotes: `true`, `null`, `[1, 2]`; empty where the user must give a value."""
     if value == MISSING:
         return ""
     if isinstance(value, Enum):
@@ -144,6 +182,6 @@ def shown(value: Any) -> str:
 
 
 def one_line(text: str) -> str:
-    """A text for a cell: without a line break or a bar."""
+    """A text made fit for a cell of a Markdown table: one line, bars escaped, capitalised, no final point."""
     text = " ".join(text.split()).replace("|", "\\|").rstrip(".")
     return text[0].upper() + text[1:] if re.match(r"[a-z]+ ", text) else text

@@ -1,8 +1,8 @@
-"""`lp ngrams MODEL`: measure what a model writes behind contexts of 1 to 3 tokens, and store it for the pool.
+"""`lp ngrams MODEL`: measure which tokens a model writes behind contexts of 1 to 3 tokens, and store them for the pool.
 
-Needs no data: the model writes texts, and the file has what it said there, by the last 1, 2 and 3 tokens. The pool
-finds it beside the model (pool.model_ngrams=auto); a file elsewhere is given as pool.model_ngrams=PATH. A run that was
-ended goes on where it stopped when it is started again.
+It needs no data: the model writes texts, and the file has the likeliest next tokens behind their last 1, 2 and 3
+tokens. The pool finds the file in the model's folder (pool.model_ngrams=auto); a file elsewhere is given as
+pool.model_ngrams=PATH. A run that was ended goes on where it stopped when it is started again.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ BEGINNINGS = (
     "def f(x):\n    ",
     "Write a function that returns the sum of all the numbers in a list.\n",
 )
-# A GPU measures 300,000 tokens and the whole vocabulary behind three beginnings in minutes. So few that a CPU core
-# does them for a model of 135 M parameters in ten:
+# A GPU needs minutes for 300,000 tokens and the whole vocabulary behind three beginnings. A CPU core needs ten minutes
+# for the counts below with a model of 135 M parameters:
 CPU_TOKENS, CPU_BEGINNINGS = 16_384, 1
 GPU_TOKENS = 300_000
 
@@ -59,10 +59,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure what the model writes, and write it to the file that the pool reads.
+    """Measure a model's n-grams and write them to the file that the pool drafts from.
+
+    Args:
+        args: the parsed options of `lp ngrams`.
 
     Raises:
-        UserError: an option out of range, or nowhere to write: before anything is measured.
+        UserError: an option out of range, or no permission to write; found before anything is measured.
     """
     path = checked_path(args)
     if args.threads is not None:
@@ -90,10 +93,13 @@ def run(args: argparse.Namespace) -> None:
 
 
 def checked_path(args: argparse.Namespace) -> Path:
-    """Where the file is to be written.
+    """Check the options of `lp ngrams` before minutes of measuring, and return the path of the file to write.
+
+    Args:
+        args: the parsed options; without --output the file goes into the model's folder.
 
     Raises:
-        UserError: nowhere; or another option is out of range.
+        UserError: no folder that can be written to, or an option out of range.
     """
     folder = Path(checkpoint_of(args.model).place)  # or a name on the hub
     if args.output is None and not folder.is_dir():

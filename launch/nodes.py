@@ -1,8 +1,8 @@
-"""An app that launches ranks on several nodes: node 0 leads, the others follow.
+"""Launch ranks on several nodes from one app: node 0 leads, the other nodes follow.
 
-Every node runs the app with the same arguments but the node's number. Node 0 listens at the endpoint as long as it
-runs. For a launch it tells the nodes that it needs a free port of its own, at which their torchruns meet; the others
-wait for the next one. At the end it tells all of them its exit code. Messages are lines of JSON.
+Every node runs the app with the same arguments, and has its own NODE_RANK. Node 0 listens at RDZV_ENDPOINT until all
+other nodes have connected. For each launch it tells the nodes that take part a free port at which their torchruns meet;
+the rest wait for the next launch. At the end it tells all of them its exit code. Messages are lines of JSON.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ HELLO_S = 10.0  # a node says at once who it is; who says nothing must not keep 
 
 @dataclass(frozen=True, kw_only=True)
 class Nodes:
-    """The nodes of a run, as one of them sees them.
+    """How many nodes a run has, which of them this process is on, and where node 0 listens.
 
     Args:
         count: how many nodes there are.
         rank: this node's number, from 0.
-        nproc: ranks of a node, where a launch needs several nodes.
-        host, port: where node 0 listens; None and 0 with one node.
+        nproc: ranks on each node, in launches that need several nodes.
+        host: address of node 0; None with one node.
+        port: port at which node 0 listens for the other nodes; 0 with one node.
     """
 
     count: int
@@ -51,10 +52,10 @@ class Nodes:
 
     @classmethod
     def from_env(cls) -> Nodes:
-        """Nodes by the variables of torchrun.sh: NNODES, NODE_RANK, RDZV_ENDPOINT and NPROC.
+        """Read the nodes from the environment variables of torchrun.sh: NNODES, NODE_RANK, RDZV_ENDPOINT and NPROC.
 
         Raises:
-            ValueError: a value out of range, or a missing endpoint.
+            ValueError: a value out of range, or several nodes without an endpoint.
         """
         count = _variable("NNODES", "1", 1, 1024, "give the number of nodes")
         rank = _variable("NODE_RANK", "0", 0, count - 1, "each node has its own, from 0")
@@ -68,10 +69,13 @@ class Nodes:
         return cls(count=count, rank=rank, nproc=ranks_of_a_node() or _devices(), host=host.strip("[]"), port=int(port))
 
     def check(self, ranks: int) -> None:
-        """Refuse a world size that does not fill the nodes that it needs.
+        """Refuse a number of ranks that cannot be spread over the nodes: too many, or nodes that would not be full.
+
+        Args:
+            ranks: world size of the launch.
 
         Raises:
-            ValueError: the limit and the remedy.
+            ValueError: names the limit and the remedy.
         """
         if self.count == 1 or ranks <= self.nproc:
             return
@@ -83,21 +87,26 @@ class Nodes:
             )
 
     def needed(self, ranks: int) -> int:
-        """How many nodes a launch of so many ranks runs on, node 0 first."""
+        """How many nodes a launch of `ranks` ranks runs on: nodes 0, 1, ... as far as needed."""
         return 1 if self.count == 1 else math.ceil(ranks / self.nproc)
 
     def place(self, ranks: int, port: int) -> list[str]:
-        """torchrun's options for this node's part of a launch on several nodes."""
+        """torchrun's options for this node's part of a launch on several nodes, as in ["--nnodes", "2", ...].
+
+        Args:
+            ranks: world size of the launch.
+            port: port on node 0 at which the torchruns of this launch meet.
+        """
         where = ["--nnodes", str(self.needed(ranks)), "--node-rank", str(self.rank), "--rdzv-backend", "static"]
         host = f"[{self.host}]" if ":" in str(self.host) else self.host
         return [*where, "--rdzv-endpoint", f"{host}:{port}"]
 
 
 def ranks_of_a_node() -> int | None:
-    """NPROC, ranks of each node where a launch needs several; None where it is not set.
+    """Ranks on each node from the environment variable NPROC; None where it is not set.
 
     Raises:
-        ValueError: it is no such number.
+        ValueError: NPROC is no number from 1 to 1024.
     """
     return _variable("NPROC", "", 1, 1024, "give the number of ranks on a node") if os.environ.get("NPROC") else None
 
@@ -109,12 +118,12 @@ def _variable(name: str, default: str, low: int, high: int, remedy: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Leader:
-    """Node 0, which tells the other nodes what to launch.
+    """Node 0's side of a run on several nodes: it tells the other nodes what to launch and collects their exit codes.
 
     Args:
         nodes: the run's nodes.
-        others: the connection to each other node and the lines that come from it, by number.
-        timeout_s: how long it waits for their exit codes behind its own.
+        timeout_s: seconds to wait for the other nodes' exit codes after a launch has ended here.
+        others: by node number, the socket to that node and a file of the lines that it sends.
     """
 
     nodes: Nodes
@@ -122,11 +131,17 @@ class Leader:
     others: dict[int, tuple[socket.socket, TextIO]] = field(default_factory=dict)
 
     def launch(self, ranks: int, start: Start, **options: int) -> None:
-        """Run `start` on every node that these ranks need, with these options, which other nodes are sent.
+        """Start ranks on every node that they need, and wait until all have ended.
+
+        Args:
+            ranks: world size of the launch.
+            start: starts this node's part: called with the world size, the ranks of this node, torchrun's options for
+                meeting the other nodes, and `options`.
+            options: keyword arguments of `start`, which are also sent to the other nodes.
 
         Raises:
             SystemExit: the exit code of the ranks, if it is not 0.
-            RankLost: a node has ended.
+            RankLost: another node has ended or does not answer.
         """
         needed = {node: ends for node, ends in self.others.items() if node < self.nodes.needed(ranks)}
         if not needed:
@@ -147,7 +162,7 @@ class Leader:
             raise SystemExit(of_ranks(failed))
 
     def _check_alive(self) -> None:
-        """Between launches no node has anything to say, so that one which can be read has ended."""
+        """Raise RankLost if a node has ended: between launches nodes send nothing, so a readable socket is closed."""
         sockets = {connection: node for node, (connection, _) in self.others.items()}
         ended = sorted(sockets[connection] for connection in select.select([*sockets], [], [], 0)[0])
         if ended:
@@ -156,15 +171,15 @@ class Leader:
 
 @contextlib.contextmanager
 def leading(nodes: Nodes, arguments: Sequence[str], timeout_s: float) -> Iterator[Leader]:
-    """Node 0 with all other nodes, which end with its exit code.
+    """Wait on node 0 until all other nodes have come; lead them within the block; send them the exit code at its end.
 
     Args:
         nodes: the run's nodes.
-        arguments: the app's arguments, which all nodes must have alike.
-        timeout_s: how long nodes may come later than this one.
+        arguments: the app's arguments, which must be equal on all nodes.
+        timeout_s: seconds that the other nodes may come later than this one.
 
     Raises:
-        ValueError: nodes are missing, came twice, or have other arguments.
+        ValueError: nodes are missing, two have one number, or a node has other arguments.
     """
     leader = Leader(nodes=nodes, timeout_s=timeout_s + float(GRACE_S))
     with contextlib.ExitStack() as stack:
@@ -221,12 +236,18 @@ def _gather(
 
 
 def follow(nodes: Nodes, arguments: Sequence[str], timeout_s: float, start: Start) -> None:
-    """Any other node: take part in launches until node 0 ends.
+    """Take part, on a node other than 0, in the launches that node 0 asks for, until node 0 ends.
+
+    Args:
+        nodes: the run's nodes.
+        arguments: the app's arguments, which node 0 compares with its own.
+        timeout_s: seconds to wait for node 0 to listen.
+        start: starts this node's part of a launch, as in `Leader.launch`.
 
     Raises:
         SystemExit: node 0's exit code, if it is not 0.
-        ValueError: node 0 is not there.
-        RankLost: node 0 has ended without a word.
+        ValueError: node 0 cannot be reached.
+        RankLost: node 0 has ended without sending an exit code.
     """
     with (
         _connection(nodes, timeout_s) as connection,
@@ -247,7 +268,7 @@ def follow(nodes: Nodes, arguments: Sequence[str], timeout_s: float, start: Star
 
 
 def code_of(error: BaseException) -> int:
-    """The exit code that an app's error ends it with."""
+    """The exit code of an app that ends with an error: 2 for a user error, 130 for Ctrl-C, SystemExit's own, else 1."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     if isinstance(error, KeyboardInterrupt):
@@ -302,7 +323,7 @@ def _connection(nodes: Nodes, timeout_s: float) -> socket.socket:
 
 
 def _send(connection: socket.socket, message: dict[str, Any]) -> None:
-    """Send one message; not through a file, which would try to send again what a lost node did not take when it closes.
+    """Send one message. A buffered file would, when closed, send again what a lost node did not take.
 
     Raises:
         RankLost: the other side has ended.
@@ -314,7 +335,7 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
 
 
 def _receive(lines: TextIO) -> Any:
-    """The next message; None where the other side has ended, says nothing in time, or speaks otherwise."""
+    """The next message; None where the other side has ended, is silent for too long, or sends no JSON."""
     try:
         return json.loads(lines.readline())
     except (OSError, ValueError):

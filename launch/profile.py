@@ -1,8 +1,8 @@
-"""`lp profile`: where a step's time goes, against what the device can do.
+"""`lp profile`: where the time of a decode step goes, beside what the device can do at most.
 
     lp profile                                            # the demo model
     lp profile model=codellama_7b W=15 N=5 G=15           # a shape with random weights, no download
-    lp profile model=codellama_7b R=4 rank=3              # what rank 3 of 4 computes, on one device
+    lp profile model=codellama_7b R=4 rank=3              # the work of rank 3 of 4, on one device
     lp profile model=codellama_7b shape.layers=2 shape.divide=16 model.dtype=float32   # on a CPU
 
 `--cfg job` shows the keys.
@@ -49,7 +49,10 @@ TRANSFORMERS = "transformers generate"
 
 
 def profile_model(config: ProfileConfig) -> None:
-    """Measure where a step's time goes, and show it beside what the device can do.
+    """Measure where the time of a decode step goes, and print it beside what the device can do at most.
+
+    Args:
+        config: this job's config.
 
     Raises:
         ValueError: a user error.
@@ -91,7 +94,7 @@ def profile_model(config: ProfileConfig) -> None:
 
 
 def _plan(config: ProfileConfig, context: lp.ParallelContext) -> Plan:
-    """The measurements to take; under torchrun R and rank are the launch's."""
+    """The measurements that a config asks for; under torchrun R and rank are those of the launch."""
     ranks = config.R
     rank = config.rank
     running = context.world_size
@@ -112,7 +115,7 @@ def _plan(config: ProfileConfig, context: lp.ParallelContext) -> Plan:
 
 
 def _shape(config: ProfileConfig, plan: Plan, context: lp.ParallelContext) -> tuple[PreTrainedModel, list[int]]:
-    """A shape's model with random weights, and a random text to profile it on."""
+    """Build a published model's shape with random weights, and draw random token ids to profile it on."""
     model = config.model
     shape = shape_config(model.name, config.shape.layers, config.shape.divide)
     sketched = sketch(shape, model.dtype)
@@ -122,7 +125,7 @@ def _shape(config: ProfileConfig, plan: Plan, context: lp.ParallelContext) -> tu
 
 
 def _loaded(config: ProfileConfig, plan: Plan, context: lp.ParallelContext) -> tuple[PreTrainedModel, list[int]]:
-    """A model's own weights, and the built-in prompts over and over."""
+    """Load a model with its own weights, and repeat the built-in prompts to as many token ids as the profile needs."""
     if (config.shape.layers, config.shape.divide) != (None, 1):
         raise UserError(
             f"shape.layers and shape.divide scale a shape, not {config.model.name}; model=codellama_7b is one"
@@ -137,13 +140,20 @@ def _uncaptured(config: ProfileConfig) -> ProfileConfig:
 
 
 def _builder(config: ProfileConfig) -> Callable[[PreTrainedModel, lp.ParallelContext], lp.LookaheadDecoder]:
-    """How to build the decoder of a config, which is no plain one; checked now."""
+    """Check the config of a lookahead decoder now, and return the function that builds the decoder."""
     built = decoder_builders(config, [config.decoder.name])[config.decoder.name]
     return cast("Callable[[PreTrainedModel, lp.ParallelContext], lp.LookaheadDecoder]", built)
 
 
 def speeds(methods: Mapping[str, Callable[[], GenerationOutput]], rounds: int) -> dict[str, Total]:
-    """How fast each method decodes the same text, by medians of `rounds` rounds after a warm-up.
+    """Measure how fast methods decode one text, in alternation after a warm-up.
+
+    Args:
+        methods: by name, a function that decodes the text once.
+        rounds: how often each method runs; the median counts.
+
+    Returns:
+        Totals by method: tokens, steps and tokens/s.
 
     Raises:
         KeyboardInterrupt: Ctrl-C came meanwhile.
@@ -157,7 +167,7 @@ def speeds(methods: Mapping[str, Callable[[], GenerationOutput]], rounds: int) -
 def _methods(
     model: PreTrainedModel, ids: list[int], config: ProfileConfig
 ) -> Mapping[str, Callable[[], GenerationOutput]]:
-    """Ways to decode the same text, by name; those that capture steps without that too."""
+    """The methods whose speeds are compared, by name; a decoder that captures its steps is also run without capture."""
     context = lp.ParallelContext(device=model.device)
     tokens = config.max_new_tokens
     decoders: dict[str, Decoder] = {TRANSFORMERS: BASELINES["hf_generate"].build(model, context, BaselineOptions())}

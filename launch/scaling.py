@@ -1,9 +1,9 @@
-"""`lp scaling`: methods over world sizes, measured by launches of launch.benchmark, or projected.
+"""`lp scaling`: methods on 1, 2, ... ranks, measured by launches of `lp benchmark`, or projected from one device.
 
-Measured: one launch for each of `ranks`, on the nodes that it needs. Speed-up is against plain decoding on one device
-with nothing else running, which is launched where `ranks` has no 1; that against plain decoding on one device of the
-same launch, whose ranks may share cores, stands beside it. Projected (project=true): every rank's share timed on this
-device, marked as such in every table and plot. `--cfg job` shows the keys.
+Measured: one launch for each number in `ranks`, on the nodes that it needs. "vs plain" is over plain decoding on one
+device with nothing else running, which is launched too where `ranks` has no 1; a second column is over plain decoding
+on one device of the same launch, whose ranks may share cores. Projected (project=true): every rank's share of the work
+is timed on this device; each table and plot marks these lines. `--cfg job` shows the keys.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ from .nodes import Leader, Nodes, follow, leading, ranks_of_a_node
 from .running.jobs import folder_of_run, goes_on, relaunch
 from .running.session import checked
 
-LATE = ("parameters", "threads", "sampling")  # of a record's settings: the launch itself finds them
+LATE = ("parameters", "threads", "sampling")  # settings of a record that only its launch knows
 OWN_KEYS = (
     "ranks",
     "tp",
@@ -83,9 +83,12 @@ OWN_KEYS = (
 def scaling(config: ScalingConfig) -> None:
     """Measure or project methods over numbers of ranks, and write the table and its plots.
 
+    Args:
+        config: this job's config.
+
     Raises:
         ValueError: a user error.
-        SystemExit: a launch failed, with its exit code.
+        SystemExit: a launch failed; the code is that of its ranks.
     """
     nodes = check(config)
     arguments = list(HydraConfig.get().overrides.task)
@@ -108,7 +111,17 @@ def scaling(config: ScalingConfig) -> None:
 
 
 def run(config: ScalingConfig, leader: Leader, folder: Path, models: ModelCache) -> tuple[list[Line], str]:
-    """Measure and project once: the lines, and what they were taken on."""
+    """Measure and project every split of the ranks once.
+
+    Args:
+        config: this job's config.
+        leader: launches ranks on the run's nodes.
+        folder: gets the records of each launch in a subfolder, as in ranks-2.
+        models: holds the model that projections run on.
+
+    Returns:
+        The lines of the table, and its caption: hardware, model and settings.
+    """
     lines: list[Line] = []
     caption = ""
     splits = splits_of(config)
@@ -130,10 +143,13 @@ def run(config: ScalingConfig, leader: Leader, folder: Path, models: ModelCache)
 
 
 def check(config: ScalingConfig) -> Nodes:
-    """Refuse what cannot be scaled, and return the nodes to do it on.
+    """Refuse a config that cannot be measured or projected, before anything is launched, and return the run's nodes.
+
+    Args:
+        config: this job's config.
 
     Raises:
-        ValueError: the key, the limit and the remedy.
+        ValueError: names the key, the limit and the remedy.
     """
     if "WORLD_SIZE" in os.environ:
         raise UserError(f"lp scaling launches the ranks itself; start it alone: {app_command('scaling')}")
@@ -179,7 +195,11 @@ def check(config: ScalingConfig) -> Nodes:
 
 
 def check_folder(config: ScalingConfig, folder: Path) -> None:
-    """Refuse records of other settings now, not when new ones have been measured beside them.
+    """Refuse a folder with records of other settings, before new records are measured into it.
+
+    Args:
+        config: this job's config.
+        folder: where the records go.
 
     Raises:
         ValueError: names the setting that differs, and the folder.
@@ -205,7 +225,14 @@ def check_folder(config: ScalingConfig, folder: Path) -> None:
 
 
 def splits_of(config: ScalingConfig) -> list[tuple[int, int]]:
-    """(ranks, tp) of every launch: all that divide, and before them plain decoding alone, which they are over."""
+    """The launches that a config needs, as (ranks, tp): every ranks that a tp divides, preceded by the baselines.
+
+    A baseline is plain decoding on one replica alone, (tp, tp), over which speed-ups are computed. A launch on which
+    none of the methods can run is left out.
+
+    Args:
+        config: this job's config; `tp` is how many ranks hold a model between them.
+    """
     wanted = [
         (ranks, tp) for ranks in config.ranks for tp in config.tp if ranks % tp == 0 and _methods(config, ranks, tp)
     ]
@@ -221,13 +248,14 @@ def _folder_of(config: ScalingConfig, folder: Path, ranks: int, tp: int) -> Path
 def launch_benchmark(
     config: ScalingConfig, folder: Path, ranks: int, nproc: int, place: Sequence[str], tp: int = 1
 ) -> None:
-    """Measure one world size in processes of its own; records that exist already are not measured again.
+    """Measure one number of ranks by `lp benchmark` in processes of its own, without prompts that have records.
 
     Args:
         config: this job's config.
-        folder: where rank 0 writes.
-        ranks: how many ranks there are on all nodes together.
-        nproc, place: ranks of this node, and torchrun's options that lead to the other nodes.
+        folder: where rank 0 writes the records.
+        ranks: world size: the ranks on all nodes together.
+        nproc: ranks on this node.
+        place: torchrun's options for meeting the other nodes.
         tp: how many of the ranks hold a model between them.
     """
     task = HydraConfig.get().overrides.task
@@ -239,9 +267,10 @@ def launch_benchmark(
 
 
 def _methods(config: ScalingConfig, ranks: int, tp: int = 1) -> list[str]:
-    """Methods that this many ranks can run with packages that are there; plain decoding where they were not asked for.
+    """The methods that so many ranks can run here, without baselines whose package is missing.
 
-    With it runs the method that `decoder` is about, or the benchmark would refuse the keys of a decoder.
+    A launch that was added only as a baseline for speed-ups runs plain decoding, and beside it the method that
+    `decoder` configures: the benchmark would refuse the keys of a decoder that none of its methods uses.
     """
     methods = methods_of(config)
     if ranks not in config.ranks:
@@ -257,7 +286,11 @@ def _methods(config: ScalingConfig, ranks: int, tp: int = 1) -> list[str]:
 
 
 def fastest(lines: Sequence[Line]) -> str:
-    """Which split of the ranks decodes fastest, of those that were measured with more than one tp."""
+    """A line for the caption: the method and split of the ranks that decode fastest; empty where all lines have one tp.
+
+    Args:
+        lines: the lines of the table.
+    """
     measured = [line for line in lines if line.kind == MEASURED]
     if len({line.tp for line in measured}) < 2:
         return ""
@@ -277,7 +310,7 @@ def _records_of_one_setting(folder: Path) -> list[Record]:
 
 @contextmanager
 def _threads_of_a_rank(config: ScalingConfig) -> Iterator[None]:
-    """Within the block, as many CPU threads as each rank of the largest launch has: see launch/torchrun.py."""
+    """Within the block, torch has as many CPU threads as each rank of the largest launch: see launch/torchrun.py."""
     threads = torch.get_num_threads()
     ranks = min(max(config.ranks, default=1), ranks_of_a_node() or math.inf)
     if "OMP_NUM_THREADS" not in os.environ:
@@ -289,7 +322,16 @@ def _threads_of_a_rank(config: ScalingConfig) -> Iterator[None]:
 
 
 def report(lines: list[Line], off: ErrorsOfRuns, caption: str, folder: Path, table: bool) -> None:
-    """Print the table, or one JSON object; then write a CSV, a Markdown table and plots into the folder."""
+    """Print the scaling table, or one JSON object; write scaling.csv, scaling.md and the plots into the folder.
+
+    Args:
+        lines: the lines of the table.
+        off: by (method, ranks), the relative error of the projected speed-up in each run: 0.05 is 5% above the
+            measured.
+        caption: hardware, model and settings, printed below the table.
+        folder: where the files go.
+        table: whether to print the table; False prints JSON.
+    """
     text = markdown(*scaling_table(lines)) + f"\n{caption}\n"
     for (method, ranks), each in off.items():
         text += f"\n{method} on {ranks} ranks: projected {', '.join(f'{error:+.1%}' for error in each)} off the "
@@ -317,10 +359,10 @@ def report(lines: list[Line], off: ErrorsOfRuns, caption: str, folder: Path, tab
 
 
 def _baselines(alone: Mapping[int, float | None], found: Mapping[tuple[int, int], Sequence[Record]]) -> list[str]:
-    """What speed-ups are over: plain decoding alone, and in each launch of more ranks.
+    """Lines of the caption with the speed of plain decoding that speed-ups are over: alone, and in each launch.
 
     Args:
-        alone: tokens/s by tp.
+        alone: tokens/s of plain decoding alone, by tp.
         found: records by (ranks, tp).
     """
     said = []

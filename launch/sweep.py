@@ -1,4 +1,4 @@
-"""A sweep as a whole: its jobs are announced, and at its end those that failed are listed and the others shown."""
+"""Hydra callbacks of a sweep: they announce its jobs, and at its end show the results and list the failed jobs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ from .running.once import print_once, rank
 
 
 def count_jobs(config: DictConfig) -> int | None:
-    """How many jobs a sweep has, by Hydra's own sweeper or Optuna's; None where that cannot be known."""
+    """How many jobs a sweep has, with Hydra's own sweeper or Optuna's; None where only the sweeper can know.
+
+    Args:
+        config: the job's whole config, with the node `hydra`.
+    """
     sweeper = config.hydra.sweeper
     if "n_trials" in sweeper:
         return int(sweeper.n_trials)
@@ -34,10 +38,10 @@ def count_jobs(config: DictConfig) -> int | None:
 
 
 class SweepEnd(Callback):
-    """Announces the jobs of a sweep, lists at its end those that failed, and ends the process with their exit code.
+    """Hydra callback that announces each job of a sweep, lists failed jobs at the end, and sets the process' exit code.
 
     Args:
-        report: whether the jobs wrote records of a benchmark, to be shown together.
+        report: whether the jobs write benchmark records, which are then shown in one table after the last job.
     """
 
     def __init__(self, report: bool = False) -> None:
@@ -45,7 +49,7 @@ class SweepEnd(Callback):
         self.jobs: int | None = None
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Before the first job: those that failed when the same folder was swept before are run again."""
+        """Before the first job: forget an earlier sweep's failures in the same folder, so that those jobs run again."""
         self.jobs = count_jobs(config)
         if self.report and config.get("out") is None and rank() == 0:
             print(goes_on(Path(config.hydra.sweep.dir).absolute()), file=sys.stderr, flush=True)
@@ -53,19 +57,18 @@ class SweepEnd(Callback):
             note.unlink()
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Before every job of a sweep: say its number and what is its own."""
+        """Before every job of a sweep: print its number and the overrides that distinguish it from the other jobs."""
         hydra = HydraConfig.get()
         if hydra.mode == RunMode.MULTIRUN and rank() == 0:
             count = f" of {self.jobs}" if self.jobs else ""
             print(f"job {hydra.job.num + 1}{count}: {hydra.job.override_dirname}", file=sys.stderr, flush=True)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """After the last job: show the table, list the jobs that failed, and end with their exit code.
+        """After the last job: show the table, list the jobs that failed, and end the process with an exit code.
 
         Raises:
-            SystemExit: 2 where all jobs that failed did so by user errors, 1 where a job failed otherwise; where none
-                failed and the table or the figures could not be written, what any app ends with then. 130 after
-                Ctrl-C.
+            SystemExit: 2 where every failed job failed by a user error, 130 after Ctrl-C, 1 where a job failed
+                otherwise. Where no job failed but the table or the plots could not be written, the code of that error.
         """
         folder = Path(config.hydra.sweep.dir)
         code = _show(Path(config.out or folder)) if self.report and rank() == 0 else 0
@@ -84,7 +87,7 @@ class SweepEnd(Callback):
 
 
 def _show(folder: Path) -> int:
-    """The table and the figures of a sweep; an exit code, as Hydra would make a warning of an error."""
+    """Print the table and draw the plots of a sweep; return an exit code, as Hydra turns exceptions into warnings."""
     from .bench.table import show_sweep  # an app without records needs none of it
 
     try:

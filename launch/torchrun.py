@@ -1,9 +1,9 @@
-"""torchrun as a user wants it: the threads shared out, the app's own exit code, no report, no process left behind.
+"""torchrun for users: it shares out the CPU threads, ends with the app's own exit code, and leaves no process behind.
 
-    python -m launch.torchrun --standalone --nproc-per-node 2 -m launch.generate W=7    # what torchrun takes
+    python -m launch.torchrun --standalone --nproc-per-node 2 -m launch.generate W=7    # options as torchrun takes them
 
 torchrun itself ends every failure with code 1, two log lines and a traceback of its own on top of the ranks' output.
-LOGLEVEL=INFO (or any other) brings its log back.
+LOGLEVEL=INFO, or any other level, shows its log again.
 """
 
 from __future__ import annotations
@@ -29,22 +29,31 @@ HANDLED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # by torchrun, which ends 
 
 
 def exit_code(code: int) -> int:
-    """The shell's code for a process that ended with `code`, negative after a signal."""
+    """The exit code that a shell shows for a process: its own, or 128 + N where signal N ended it.
+
+    Args:
+        code: the process' own exit code, or -N after signal N, as subprocess gives it.
+    """
     return code if code >= 0 else 128 - code
 
 
 def of_ranks(codes: dict[int, int]) -> int:
-    """One exit code for the failed ranks: theirs where they agree, else 1. Those that torchrun ended do not count."""
+    """One exit code for a launch from those of its failed ranks: their code where all have the same, else 1.
+
+    Args:
+        codes: by rank, its exit code, or -N after signal N. Ranks that SIGTERM ended do not count, as torchrun ends the
+            others so when one fails.
+    """
     causes = {code for code in codes.values() if code != -signal.SIGTERM} or {-signal.SIGTERM}
     return exit_code(causes.pop()) if len(causes) == 1 else 1
 
 
 def forward(number: int, ends: bool) -> None:
-    """Leave a signal to the ranks; before there are any, it ends the launch.
+    """Signal handler: pass a signal on to the ranks, which act on it; before there are ranks, end the launch.
 
     Args:
         number: the signal's number.
-        ends: it asks the ranks to end, which is no failure after which others should start (MAX_RESTARTS).
+        ends: whether the ranks end after it, so that torchrun must not start new ones in their place (MAX_RESTARTS).
     """
     asked = children()
     signal_children(number)
@@ -55,7 +64,12 @@ def forward(number: int, ends: bool) -> None:
 
 
 def end_with(asked: set[str], number: int) -> None:
-    """End the launch when torchrun starts others in place of these ranks, which were asked to end by this signal."""
+    """Wait until torchrun restarts ranks that a signal has ended, then kill the new ranks and end the launch.
+
+    Args:
+        asked: process ids of the ranks that got the signal.
+        number: the signal's number; the launch ends with its exit code, 128 + number.
+    """
     while not children() - asked:
         time.sleep(0.1)
     signal_children(signal.SIGKILL)
@@ -63,13 +77,17 @@ def end_with(asked: set[str], number: int) -> None:
 
 
 def children() -> set[str]:
-    """The process ids of the ranks that torchrun has started."""
+    """Process ids of the ranks that torchrun has started, as text; none on systems without /proc."""
     listed = Path(f"/proc/self/task/{os.getpid()}/children")  # Linux only
     return {*listed.read_text().split()} if listed.exists() else set()
 
 
 def signal_children(number: int) -> None:
-    """Send a signal to every rank."""
+    """Send a signal to every rank and to the processes that the rank has started.
+
+    Args:
+        number: the signal's number.
+    """
     for pid in children():
         with contextlib.suppress(ProcessLookupError):
             os.killpg(int(pid), number)  # torchrun gives every rank a session of its own
@@ -77,6 +95,15 @@ def signal_children(number: int) -> None:
 
 def main(args: list[str]) -> int:
     # Until torchrun has ranks to end, and a handler that ends them, Ctrl-C needs no traceback.
+    """Launch ranks as torchrun does, and wait until they end.
+
+    Args:
+        args: torchrun's options, then the program and its arguments, as in ["--nproc-per-node", "2", "-m",
+            "launch.chat"].
+
+    Returns:
+        The exit code of the ranks: 0 if all succeeded.
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     import torch
     from torch.distributed.elastic.multiprocessing.api import SignalException

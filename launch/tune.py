@@ -1,7 +1,8 @@
-"""`lp tune`: how long steps take here, S by step tokens, the fastest setting, and what adaptive reaches.
+"""`lp tune`: find the fastest W, N, G on this machine, and compare them with the adaptive decoder.
 
-Writes tune.json, tune.png and experiment/tuned.yaml into the run folder; `lp generate experiment=tuned
---config-dir FOLDER` decodes with the best fixed setting.
+It measures how long steps of each size take and how many tokens a step generates (S). It writes tune.json, tune.png and
+experiment/tuned.yaml into the run folder; `lp generate experiment=tuned --config-dir FOLDER` decodes with the best
+fixed setting.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ from .running.session import WARM_UP_TOKENS, Session, check_forgets, checked, op
 
 
 def tune(config: TuneConfig) -> None:
-    """Search the fastest W, N, G on this machine, show it, and write it where `lp generate` finds it.
+    """Search for the fastest W, N, G on this machine, print the result, and write it where `lp generate` finds it.
+
+    Args:
+        config: this job's config.
 
     Raises:
         ValueError: a user error.
@@ -103,12 +107,12 @@ def _open(config: TuneConfig) -> Session[TuneConfig]:
 
 
 def _by_budget(tried: list[SettingResult]) -> list[tuple[float, float]]:
-    """(step tokens, S) of the settings without a window that differ in G alone."""
+    """(step tokens, S) of the settings without a lookahead window, which differ in G alone."""
     return [(t.tokens_a_step, t.compression) for t in tried[: len(BUDGETS)]]
 
 
 def _speeds(step_times: StepTimes, tried: list[SettingResult], ranks: int) -> list[float] | None:
-    """Tokens a second of 1, 2, ... ranks, by the step times of one; None where these are of several ranks."""
+    """Tokens/s of 1, 2, ... ranks, estimated from one rank's step times; None where the run had several ranks."""
     return speed_of_ranks(step_times, _by_budget(tried)) if ranks == 1 else None
 
 

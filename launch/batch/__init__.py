@@ -1,7 +1,7 @@
-"""`lp batch in.jsonl out.jsonl`: a file of requests in OpenAI's batch format, answered by one engine or many servers.
+"""`lp batch in.jsonl out.jsonl`: answer a file of requests in OpenAI's batch format, by one engine or by many servers.
 
-A request means what it means to `lp serve`: it goes through the same endpoints, in this process. The packages of the
-extra `serve` are imported when the app starts, not before.
+Without servers, requests go through the endpoints of `lp serve` in this process, so that answers are the same. The
+packages of the extra `serve` are imported when the app starts, not before.
 """
 
 from .app import batch

@@ -1,4 +1,4 @@
-"""`python -m launch.batch`."""
+"""The entry point of `python -m launch.batch`."""
 
 import sys
 

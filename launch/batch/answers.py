@@ -1,10 +1,10 @@
-"""The file of answers, in OpenAI's batch format. It is the journal too: what it has is not asked again.
+"""The file of answers, in OpenAI's batch format; a later run reads it to know which requests are answered already.
 
     {"id": "batch_req_5c1f...", "custom_id": "a", "response": {"status_code": 200, "request_id": ..., "body": {...}},
      "error": null}
 
-A line is written once its answer is whole, and is on the disk (fsync) before it counts. The id is a digest of the
-request. A last line that was cut off by the end of a process or a machine is taken away.
+A line is written once its answer is complete, and counts once it is on the disk (fsync). The id is a digest of the
+request. A last line that a killed process or machine left incomplete is removed.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ START = b'{"id":"batch_req_'
 
 
 class Answers:
-    """The answers that there are; new ones are added.
+    """The file of answers: says which requests are answered, and appends new answers safely on the disk.
 
     Args:
-        path: the file, which is made, or read and added to; by one process at a time.
-        lines: the requests.
+        path: the file; created, or read and extended. One process at a time may have it open.
+        lines: the requests of the batch.
 
     Attributes:
-        done: ids of the answers.
-        failed: how many of them are errors.
+        done: ids of the answered requests (`Line.key`).
+        failed: how many of the answers are errors.
 
     Raises:
-        ValueError: it cannot be written, another process writes it, or it has answers to other requests.
+        ValueError: the file cannot be written, another process is writing it, or it has answers to other requests.
     """
 
     def __init__(self, path: Path, lines: Lines) -> None:
@@ -67,14 +67,17 @@ class Answers:
         self.close()
 
     def close(self) -> None:
-        """Let another process have the file."""
+        """Close the file and release its lock, so that another process may write it."""
         os.close(self._file)
 
     def add(self, records: Sequence[dict[str, Any]]) -> None:
-        """Write answers, which are on the disk when this returns.
+        """Append answers; they are on the disk when this returns.
+
+        Args:
+            records: lines of the file as dicts, each made by `dispatch.record`.
 
         Raises:
-            OSError: the disk is full, or has gone.
+            OSError: the disk is full or gone.
         """
         data = b"".join(json.dumps(record, separators=(",", ":")).encode() + b"\n" for record in records)
         try:
@@ -92,7 +95,7 @@ class Answers:
         self.failed += is_failed(record)
 
     def _check_kind(self, lines: Lines) -> None:
-        """Refuse what cannot be read again, as a pipe or a terminal, and the file of requests.
+        """Refuse an output that no later run can read, as a pipe or a terminal, and the file of requests itself.
 
         Raises:
             ValueError: it is such a file.
@@ -104,7 +107,7 @@ class Answers:
             raise UserError(f"out is {self.path}, which is the file of requests; give another file")
 
     def _read(self, lines: Lines) -> None:
-        """Note what is answered, and take a line away that was not written to its end."""
+        """Note which requests are answered, and remove a last line that was not written to its end."""
         asked = {line.key for line in lines.lines}
         with open(self.path, "rb") as file:
             whole = 0
@@ -124,10 +127,10 @@ class Answers:
         os.fsync(self._file)
 
     def _check(self, number: int, data: bytes, asked: set[str]) -> None:
-        """Note the answer of a line.
+        """Note that a line's request is answered.
 
         Raises:
-            ValueError: it is none, or one to another request.
+            ValueError: the line is no answer, or answers a request that this batch does not have.
         """
         try:
             record = json.loads(data)
@@ -150,13 +153,17 @@ class Answers:
 
 
 def is_failed(record: dict[str, Any]) -> bool:
-    """Whether an answer is an error."""
+    """Whether an answer is an error: no response at all, or another HTTP status than 200.
+
+    Args:
+        record: a line of the file of answers.
+    """
     response = record["response"]
     return response is None or response["status_code"] != 200
 
 
 def _sync_folder(folder: Path) -> None:
-    """Have the file's name on the disk, too."""
+    """Write a folder's entries to the disk, so that a new file is found again after a power cut."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""The app: from a config to a file of requests that is answered."""
+"""The app `lp batch`: opens the files, then an engine or connections to servers, and has the requests answered."""
 
 from __future__ import annotations
 
@@ -28,16 +28,19 @@ if TYPE_CHECKING:
     from .places import Place
 
 PACKAGES = ("fastapi", "prometheus_client", "httpx")  # of the extra `serve`
-ANY_NUMBER = 1 << 30  # of texts that may wait: a request for many is none too many here
+ANY_NUMBER = 1 << 30  # most texts that may wait in the engine: here a request may ask for any number of choices
 OF_SERVERS = ("input", "out", "servers", "api_key", "max_sequences", "timeout_s", "drain_s")  # keys used with servers
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def batch(config: BatchConfig) -> None:
-    """Answer a file of requests.
+    """Answer a file of requests; those that an earlier run has answered are not sent again.
+
+    Args:
+        config: this job's config.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C or SIGTERM came; the same command goes on.
+        KeyboardInterrupt: Ctrl-C or SIGTERM came; started again, the same command answers the rest.
         ValueError: a user error.
     """
     with sigterm_raises():
@@ -100,10 +103,10 @@ def _by_servers(config: BatchConfig) -> None:
 
 
 def _refuse_unused() -> None:
-    """Refuse settings of a model and its texts: servers have their own, and these would be ignored.
+    """Refuse keys of a model or of sampling beside `servers`: servers have their own, so these would be ignored.
 
     Raises:
-        ValueError: names them.
+        ValueError: names the keys.
     """
     if not HydraConfig.initialized():
         return
@@ -116,7 +119,7 @@ def _refuse_unused() -> None:
 
 
 def _answer(config: BatchConfig, lines: Lines, answers: Answers, places: Sequence[Place]) -> None:
-    """Have the requests answered, and say what it came to.
+    """Have the requests answered at these places, show progress, and print a summary.
 
     Raises:
         KeyboardInterrupt: Ctrl-C or SIGTERM came.
@@ -133,7 +136,7 @@ def _answer(config: BatchConfig, lines: Lines, answers: Answers, places: Sequenc
 
 
 async def _run(dispatch: Dispatch, places: Sequence[Place]) -> int:
-    """Have the requests answered; the number of the first signal that came meanwhile, 0 for none."""
+    """Have the requests answered; return the number of the first signal that came meanwhile, 0 for none."""
     event_loop = asyncio.get_running_loop()
     came: list[int] = []
 

@@ -1,4 +1,4 @@
-"""Requests go to places as these are free, and answers to the file as they come."""
+"""The loop of `lp batch`: it sends requests to engines or servers with a free slot, and writes answers as they come."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ FLUSH_S = 5.0  # for texts to end that were told to
 
 
 class Asked(NamedTuple):
-    """A request under way.
+    """A request that has been sent and is not answered yet.
 
     Attributes:
-        place: where it is.
-        request: what is asked.
-        trusted: a failure says something of the request: the place's last one was answered, or no place's was.
+        place: the engine or server that has it.
+        request: the request.
+        trusted: whether a failure there would be blamed on the request: the place worked before, or no place works.
     """
 
     place: Place
@@ -38,15 +38,18 @@ Asking = dict[asyncio.Task[Reply | Later], Asked]
 
 
 class Dispatch:
-    """Has all requests answered that are not.
+    """Sends every unanswered request to an engine or server, and writes the answers.
+
+    A request whose server fails is sent again. If servers fail MOST_FAILURES times while they have that request alone,
+    it gets an error as its answer.
 
     Args:
         lines: the requests.
         answers: the file of answers.
-        places: where requests are answered.
-        progress: shows how far it is.
-        timeout_s: it ends with an error when no place has worked for so many seconds; 0: never.
-        drain_s: seconds that requests under way may go on when it is asked to stop.
+        places: where requests can be sent: this process' engine, or servers.
+        progress: shows how many are answered.
+        timeout_s: seconds without any working place until the run ends with an error; 0 waits forever.
+        drain_s: seconds that requests under way may still take after `stop`.
     """
 
     def __init__(
@@ -74,23 +77,26 @@ class Dispatch:
 
     @property
     def stopped(self) -> bool:
-        """Whether it was asked to stop before all was done."""
+        """Whether `stop` was called before all requests were answered."""
         return self._stops_s is not None
 
     def stop(self) -> None:
-        """Send no more requests; asked a second time, end those under way. On the event loop."""
+        """Send no more requests, and give those under way `drain_s` seconds; called a second time, end them at once.
+
+        Called on the event loop, by the signal handler.
+        """
         self._stops_s = time.monotonic() + (0 if self.stopped else self._drain_s)
         for place in self._places:
             place.drain()
         self._awake.set()
 
     async def run(self) -> None:
-        """Have the requests answered, until all are or it was asked to stop.
+        """Send requests and write answers until all are answered, or until `stop`.
 
         Raises:
             OSError: the file of answers cannot be written.
-            ValueError: no place has worked for long, or one wants another key.
-            BaseException: what the engine of this process has failed with.
+            ValueError: no place has worked for `timeout_s`, or a server refuses the API key.
+            BaseException: the error with which this process' engine has failed.
         """
         try:
             while self._goes_on():
@@ -111,7 +117,7 @@ class Dispatch:
         return bool(self._asking) and time.monotonic() < self._stops_s
 
     def _send(self) -> list[tuple[Line, Reply | BadLine]]:
-        """Send requests to places that are free; lines that are none."""
+        """Send requests to places that are free; return the lines that are no valid requests, with their errors."""
         bad: list[tuple[Line, Reply | BadLine]] = []
         suspected = {asked.place for asked in self._asking.values() if asked.request.most_together}
         places = [place for place in self._places if place not in suspected]
@@ -138,7 +144,7 @@ class Dispatch:
         self._asking[asyncio.create_task(place.ask(request))] = Asked(place, request, trusted)
 
     def _place_for(self, suspect: Request) -> Place | None:
-        """Where a suspect can be sent: beside other suspects alone, and no more of them than each may be among."""
+        """A place for a request whose server failed before: beside other such requests only, and few at a time."""
         found = []
         for place in self._places:
             limits = [asked.request.most_together for asked in self._asking.values() if asked.place is place]
@@ -147,13 +153,13 @@ class Dispatch:
         return min(found, key=lambda place: (bool(place.trouble), place.busy), default=None)
 
     def _look(self) -> None:
-        """Look at servers that are due."""
+        """Start a health check of every server that is due for one."""
         for place in self._places:
             if isinstance(place, Server) and place.is_due and place not in self._looking.values():
                 self._looking[asyncio.create_task(place.look())] = place
 
     async def _wait(self) -> None:
-        """Until something has happened."""
+        """Wait until a request or a health check has ended, or TURN_S seconds."""
         awake = asyncio.create_task(self._awake.wait())
         try:
             tasks = {*self._asking, *self._looking, awake}
@@ -166,7 +172,7 @@ class Dispatch:
             looked.result()
 
     def _take(self) -> list[tuple[Line, Reply | BadLine]]:
-        """What was answered; the rest is to be asked again."""
+        """Collect the answers that have come; put requests without an answer back into a queue."""
         found: list[tuple[Line, Reply | BadLine]] = []
         for task in [task for task in self._asking if task.done()]:
             place, request, trusted = self._asking.pop(task)
@@ -198,7 +204,7 @@ class Dispatch:
             self._progress.count(replies, len(self._answers.done), self._answers.failed)
 
     def _check_places(self) -> None:
-        """End where nothing has worked for long."""
+        """End the run where no place has worked for `timeout_s` seconds."""
         if self._asking or not (self._left or self._suspects) or self.stopped:
             return
         idle_s = time.monotonic() - max(place.seen_s for place in self._places)
@@ -210,7 +216,7 @@ class Dispatch:
             raise UserError(f"no server has taken a request for {self._timeout_s:g} s ({troubles}); {remedy}")
 
     async def _end(self) -> None:
-        """End what is under way."""
+        """End the requests under way."""
         if self._asking:
             for place in self._places:
                 place.drain()
@@ -224,11 +230,11 @@ class Dispatch:
 
 
 def record(line: Line, reply: Reply | BadLine) -> dict[str, Any]:
-    """A line of the file of answers.
+    """Make the line of the file of answers for one request.
 
     Args:
-        line: the request's line.
-        reply: what came of it.
+        line: the request's line in the input.
+        reply: the answer, or the reason why the request has none.
     """
     response, error = None, None
     if isinstance(reply, Reply):

@@ -1,8 +1,8 @@
-"""The file of requests: OpenAI's batch format, a JSON object a line.
+"""The file of requests: OpenAI's batch format, one JSON object a line.
 
     {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x = ", "max_tokens": 8}}
 
-It is read once for names and places, and a second time line by line as requests are sent: it may be larger than memory.
+The file is read once to find its lines, and each line again when it is sent, so it may be larger than memory.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class Line(NamedTuple):
-    """A line of the file that is no blank one.
+    """Where a request stands in the input file, and its id; kept for every line that is not blank.
 
     Attributes:
         number: the line's number, from 1.
-        offset, size: where it is, in bytes.
-        key: digest of what it asks for; the id of its answer.
-        custom_id: the name that its author gave it; None where it has none.
+        offset: bytes before the line.
+        size: bytes of the line.
+        key: digest of the request, as in "batch_req_5c1f..."; the id of its answer.
+        custom_id: the name that its author gave it; None where the line has none.
     """
 
     number: int
@@ -41,12 +42,12 @@ class Line(NamedTuple):
 
 
 class BadLine(Exception):
-    """A line that is no request.
+    """A line is no valid request, or no server answered it; this error becomes its answer, and the batch goes on.
 
     Args:
-        code: error code for programs, as OpenAI's batches have it.
+        code: error code for programs, as OpenAI's batches have it: "invalid_url".
         message: names the value and the remedy.
-        param: the field at fault.
+        param: the field at fault; None for the whole line.
     """
 
     def __init__(self, code: str, message: str, param: str | None = None) -> None:
@@ -57,14 +58,15 @@ class BadLine(Exception):
 
 @dataclass(eq=False)
 class Request:
-    """What a line asks for.
+    """A request that is read and checked, with what is known of failures while servers had it.
 
     Args:
-        line: where it is.
-        url: path of the endpoint.
-        body: body of the request, as JSON.
-        failures: servers that failed while they had it alone.
-        most_together: requests that its server may have at a time, as servers failed that had more; 0: any number.
+        line: its line in the input file.
+        url: path of the endpoint, as in "/v1/completions".
+        body: body of the HTTP request, JSON.
+        failures: how many servers failed while they had this request alone.
+        most_together: most requests, this one included, that its next server may have at a time, to find out which
+            request makes servers fail; 0 for no limit.
     """
 
     line: Line
@@ -75,13 +77,16 @@ class Request:
 
 
 class Lines:
-    """The requests of a file.
+    """The index of an input file: a `Line` for each request, which `request` reads when it is to be sent.
 
     Args:
         path: the file.
 
+    Attributes:
+        lines: all requests, in the order of the file.
+
     Raises:
-        ValueError: it cannot be read, or not twice, has no lines, or two with the same custom_id.
+        ValueError: the file cannot be read, cannot be read twice (a pipe), has no lines, or two with one custom_id.
     """
 
     def __init__(self, path: Path) -> None:
@@ -102,11 +107,14 @@ class Lines:
             raise UserError(f"{path} has no requests; write one JSON object a line")
 
     def request(self, line: Line) -> Request:
-        """Read a line again.
+        """Read a line again and check it.
+
+        Args:
+            line: an element of `lines`.
 
         Raises:
-            BadLine: it is no request.
-            ValueError: the file has changed.
+            BadLine: the line is no valid request.
+            ValueError: the file has changed since it was indexed.
         """
         try:
             with open(self.path, "rb") as file:
@@ -119,7 +127,7 @@ class Lines:
         return Request(line, *_parsed(data))
 
     def _read(self) -> Iterator[tuple[int, int, bytes]]:
-        """(number, offset, bytes) of every line that is no blank one."""
+        """(number, offset in bytes, content) of every line that is not blank."""
         offset = 0
         try:
             with open(self.path, "rb") as file:
@@ -132,7 +140,7 @@ class Lines:
 
 
 def _check_kind(path: Path) -> None:
-    """Refuse what can be read once alone, as a pipe.
+    """Refuse a file that can be read only once, such as a pipe.
 
     Raises:
         ValueError: it is such a file, or cannot be found.
@@ -175,10 +183,10 @@ def _object(data: bytes) -> dict[str, Any]:
 
 
 def _parsed(data: bytes) -> tuple[str, bytes]:
-    """The url and the body of a line.
+    """The endpoint's path and the body of a line.
 
     Raises:
-        BadLine: it is no request.
+        BadLine: the line is no valid request.
     """
     content = _object(data)
     name = content.get("custom_id")

@@ -1,9 +1,9 @@
-"""lm_eval's tasks, answered by `lp batch`: no server is started, and all requests of a task are one file.
+"""Run lm_eval's tasks with `lp batch` as the model: no server is started, and all requests of a task are one file.
 
     pip install 'lm_eval[api]'
     python -m lp.launch.batch.lm_eval --model lp-batch --tasks questions.yaml --model_args pretrained=FOLDER
 
-The command is lm_eval's own, with the model `lp-batch` besides (in a clone: `launch.batch.lm_eval`).
+The command is lm_eval's own, which knows the model `lp-batch` besides (in a clone: `launch.batch.lm_eval`).
 """
 
 from __future__ import annotations
@@ -30,14 +30,16 @@ ALL = sys.maxsize  # requests at a time
 
 @register_model("lp-batch")
 class BatchModel(LocalCompletionsAPI):
-    """A model that lm_eval asks by files of requests; what is asked is what `local-completions` asks a server.
+    """lm_eval's model `lp-batch`: sends the requests of its model `local-completions` through `lp batch`.
 
     Args:
         pretrained: the model's folder or its name on the hub.
-        dtype, device: what the model computes in, and where, as `lp batch` takes them.
-        batch_size, max_batch_size: lm_eval gives them; a file has all requests.
+        dtype: dtype of the weights by name, as in "bfloat16".
+        device: where the model computes, as in "cuda:1"; None takes lp's default.
+        batch_size: ignored: one file has all requests.
+        max_batch_size: ignored.
         max_length: most tokens of a prompt and its answer.
-        overrides: what else `lp batch` is started with, such as max_sequences=16.
+        overrides: further config keys of `lp batch`, as in max_sequences=16.
     """
 
     def __init__(
@@ -62,10 +64,19 @@ class BatchModel(LocalCompletionsAPI):
     def model_call(
         self, messages: Any, *, generate: bool = True, gen_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """Answer all prompts; the answers are the choices of one, as a server answers several prompts.
+        """Answer prompts by one run of `lp batch`; lm_eval calls it in place of an HTTP request.
+
+        Args:
+            messages: the prompts.
+            generate: whether text is generated, and not only scored.
+            gen_kwargs: lm_eval's generation settings, as in {"max_gen_toks": 64}.
+            kwargs: passed on to lm_eval's own code that makes the request's body.
+
+        Returns:
+            A body as /v1/completions returns it for several prompts: {"choices": [...]}, one choice for each prompt.
 
         Raises:
-            ValueError: a request was refused, and why.
+            ValueError: a request was refused; the message has the reason.
             RuntimeError: `lp batch` failed.
         """
         bodies = []
@@ -81,14 +92,14 @@ class BatchModel(LocalCompletionsAPI):
 
 
 def answered(bodies: Sequence[dict[str, Any]], overrides: Sequence[str]) -> list[dict[str, Any]]:
-    """What `lp batch` answers to each body of /v1/completions: its first choice.
+    """Run `lp batch` on some bodies of /v1/completions, and return the first choice of each answer, in order.
 
     Args:
-        bodies: the requests' bodies.
-        overrides: what `lp batch` is started with.
+        bodies: bodies of the requests, each with one prompt.
+        overrides: config overrides of `lp batch`, as in ["model=hf", "model.name=gpt2"].
 
     Raises:
-        ValueError: a request was refused, and why.
+        ValueError: a request was refused; the message has the reason.
         RuntimeError: `lp batch` failed.
     """
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Where requests are answered: by the engine of this process, or by a server."""
+"""Places that answer requests: the engine of this process, and servers with OpenAI's endpoints."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ SHOWN = 200  # characters of a body that is no JSON
 
 
 class Reply(NamedTuple):
-    """What a request was answered with.
+    """An answer to a request, also one that is an error of the request's own.
 
     Attributes:
-        status: HTTP's status code.
-        body: the answer, or an error in OpenAI's form.
-        request_id: the server's name of the request.
+        status: HTTP status code.
+        body: the answer's JSON, or an error in OpenAI's form.
+        request_id: the server's id of the request; None where it gives none.
     """
 
     status: int
@@ -43,11 +43,11 @@ class Reply(NamedTuple):
 
 
 class Later(NamedTuple):
-    """A request was not answered, and is to be sent again, here or elsewhere.
+    """A place did not answer a request, which is to be sent again, there or elsewhere.
 
     Attributes:
-        why: the reason, for people.
-        under_way: the request may have been the reason.
+        why: the reason, for messages.
+        under_way: whether the place had begun on the request, so that the request may be why it failed.
     """
 
     why: str
@@ -55,17 +55,17 @@ class Later(NamedTuple):
 
 
 class Place:
-    """Where requests are answered.
+    """Base class of whatever answers requests: it knows how many it can take, and sends one on.
 
     Args:
-        name: how messages call it.
-        client: sends requests to it.
+        name: what messages call it, as in the server's address.
+        client: HTTP client that sends requests to it.
 
     Attributes:
-        busy: requests that it has.
-        most_at_once: requests that it had at a time, since it last had none.
+        busy: requests that it has now.
+        most_at_once: most requests that it had at a time since it last had none.
         seen_s: when it was last known to take requests, by time.monotonic().
-        trouble: what was wrong with it last; empty for nothing.
+        trouble: what was wrong with it last; empty if nothing was.
     """
 
     def __init__(self, name: str, client: httpx.AsyncClient) -> None:
@@ -77,26 +77,33 @@ class Place:
 
     @property
     def free(self) -> int:
-        """How many requests it takes now."""
+        """How many more requests it takes now; 0 or less for none."""
         raise NotImplementedError
 
     async def ask(self, request: Request) -> Reply | Later:
-        """Send a request and wait for its answer."""
+        """Send a request and wait for its answer.
+
+        Args:
+            request: the request to send.
+
+        Returns:
+            The answer, or a `Later` if the request is to be sent again.
+        """
         raise NotImplementedError
 
     def drain(self) -> None:
-        """No more requests come; those that it has may end."""
+        """Prepare to stop: no more requests come, those that the place has may end."""
 
     def abandon(self) -> None:
-        """End the requests that it has."""
+        """End the requests that the place still has."""
 
 
 class OwnEngine(Place):
-    """The engine of this process, behind the endpoints of `lp serve`.
+    """The engine of this process as a place, called through the endpoints of `lp serve` without a network.
 
     Args:
         app: the ASGI application of the endpoints.
-        loop: runs the engine.
+        loop: the loop that runs the engine.
     """
 
     def __init__(self, app: Any, loop: EngineLoop) -> None:
@@ -112,8 +119,14 @@ class OwnEngine(Place):
     async def ask(self, request: Request) -> Reply | Later:
         """Send a request and wait for its answer.
 
+        Args:
+            request: the request to send.
+
+        Returns:
+            The answer, or a `Later` if the engine is shutting down.
+
         Raises:
-            BaseException: what the engine has failed with.
+            BaseException: the error with which the engine has failed.
         """
         answer = await _post(self.client, request)
         if self._loop.failure and answer.status_code != 200:
@@ -129,14 +142,16 @@ class OwnEngine(Place):
 
 
 class Server(Place):
-    """A server, of ours or another engine's, with the endpoints of OpenAI.
+    """A server with OpenAI's endpoints as a place: one of `lp serve`, or another engine's.
+
+    It takes requests after a health check (`look`). After a failure it rests, longer each time, before the next check.
 
     Args:
-        url: its address, with or without /v1 at the end.
-        api_key: its key; None for none.
-        slots: requests that it computes at a time, where it does not say so itself.
-        timeout_s: seconds that a request may take; 0: any.
-        transport: what carries requests; None: the network.
+        url: its address without /v1, as in "http://a:8000".
+        api_key: its API key; None for none.
+        slots: requests that it computes at a time, unless its /props says how many.
+        timeout_s: seconds that a request may take; 0 for no limit.
+        transport: httpx transport, for tests; None takes the network.
     """
 
     def __init__(
@@ -172,15 +187,25 @@ class Server(Place):
 
     @property
     def is_due(self) -> bool:
-        """Whether to look at it."""
+        """Whether it is time for a health check (`look`).
+
+        The server must not rest, and must have failed since the last check, or that check is more than LOOK_S seconds
+        old.
+        """
         now_s = time.monotonic()
         return now_s >= self._rests_until_s and (not self._works or now_s - self._looked_s > LOOK_S)
 
     async def ask(self, request: Request) -> Reply | Later:
         """Send a request and wait for its answer.
 
+        Args:
+            request: the request to send.
+
+        Returns:
+            The answer, or a `Later` if the server is full, failed or cannot be reached.
+
         Raises:
-            ValueError: it wants another key, or is elsewhere.
+            ValueError: the server refuses the API key, or redirects to another address.
         """
         try:
             answer = await _post(self.client, request)
@@ -203,10 +228,12 @@ class Server(Place):
         return _reply(answer)
 
     async def look(self) -> None:
-        """Find out whether it takes requests, how many, and how many others have sent.
+        """Check the server's health, and learn how many requests it takes and how many other clients have sent.
+
+        It asks /ready and /metrics, and /props after a failure. The result shows in `free` and `trouble`.
 
         Raises:
-            ValueError: it wants another key, or is elsewhere.
+            ValueError: the server refuses the API key, or redirects to another address.
         """
         self._looked_s = time.monotonic()
         try:
@@ -233,7 +260,7 @@ class Server(Place):
             self.seen_s = time.monotonic()
 
     async def _learn_slots(self) -> None:
-        """Take what lp and llama.cpp say of themselves."""
+        """Learn how many requests the server computes at a time from /props, which lp and llama.cpp have."""
         properties = await self._get("/props")
         if properties.status_code == 401:
             raise self._locked(properties)
@@ -249,17 +276,17 @@ class Server(Place):
         return await self.client.get(path, timeout=CONNECT_S)
 
     def _refused(self, answer: httpx.Response) -> Later:
-        """It takes no request now: it is full, or about to end."""
+        """Note that the server takes no request now, being full or about to end."""
         self.trouble = f"it answered {answer.status_code}"
         self._works = self._full = answer.status_code == 429
         self._rest(retry_after_s(answer))
         return Later(self.trouble, False)
 
     def _check_address(self, answer: httpx.Response) -> None:
-        """Refuse a server that is elsewhere: each of its redirects would be taken for an answer.
+        """Refuse an address that redirects elsewhere, as a redirect is no answer to a request.
 
         Raises:
-            ValueError: names the address that it gives.
+            ValueError: names the address that the redirect gives.
         """
         if answer.is_redirect:
             url = answer.headers.get("location", "").removesuffix(answer.request.url.path)
@@ -275,14 +302,18 @@ class Server(Place):
         return Later(self.trouble, under_way)
 
     def _rest(self, seconds: float | None) -> None:
-        """Send it nothing for so many seconds; None: each time for longer."""
+        """Send the server nothing for so many seconds; None: twice as long as the time before, at most MOST_REST_S."""
         if seconds is None:
             seconds, self._rest_s = self._rest_s, min(2 * self._rest_s, MOST_REST_S)
         self._rests_until_s = max(self._rests_until_s, time.monotonic() + seconds)
 
 
 def retry_after_s(answer: httpx.Response) -> float | None:
-    """When a server wants to be asked again, in seconds from now; None where it does not say."""
+    """Seconds until a server wants to be asked again, from the header Retry-After; None without a usable one.
+
+    Args:
+        answer: the server's answer; the header may hold seconds or a date.
+    """
     given = answer.headers.get("retry-after", "")
     try:
         seconds = float(given)
@@ -295,10 +326,13 @@ def retry_after_s(answer: httpx.Response) -> float | None:
 
 
 def server_urls(given: list[str]) -> list[str]:
-    """The addresses of the key servers, without /v1.
+    """Check the addresses in the config key `servers`, and return them without /v1 at the end.
+
+    Args:
+        given: addresses, as in ["http://a:8000/v1"].
 
     Raises:
-        ValueError: one that is no address, or is given twice.
+        ValueError: a value that is no address, or one that is given twice.
     """
     urls = [url.rstrip("/").removesuffix("/v1") for url in given]
     for url in urls:
@@ -324,7 +358,7 @@ async def _post(client: httpx.AsyncClient, request: Request) -> httpx.Response:
 
 
 def _is_object(answer: httpx.Response) -> bool:
-    """Whether an answer is a JSON object, as every server's errors are, and no page of a proxy before it."""
+    """Whether an answer is a JSON object, as a server's errors are, and not the error page of a proxy."""
     return isinstance(_body(answer), dict)
 
 

@@ -1,4 +1,4 @@
-"""How far a batch is: a bar on a terminal, a line a minute in a log."""
+"""Progress of a batch on stderr: a bar on a terminal, a line a minute in a log."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ LOGGED_S = 60.0
 
 
 class BatchProgress:
-    """Shows on stderr how many requests are answered, and counts what they took.
+    """Shows how many requests are answered, and counts tokens and decode steps for the summary; a context manager.
 
     Args:
-        total: requests of the file.
-        done, failed: how many are answered before, and how many of these with errors.
-        file: name of the file of answers.
+        total: requests in the input file.
+        done: requests that earlier runs have answered.
+        failed: how many of those answers are errors.
+        file: name of the file of answers, for the summary.
     """
 
     def __init__(self, total: int, done: int, failed: int, file: str) -> None:
@@ -44,11 +45,12 @@ class BatchProgress:
         self._bar.stop()
 
     def count(self, replies: list[Reply | None], done: int, failed: int) -> None:
-        """Note answers that are on the disk.
+        """Count answers that have just been written to the disk.
 
         Args:
-            replies: what came; None for a request that no server answered.
-            done, failed: answers in the file, and how many of them are errors.
+            replies: the new answers; None for a request that got an error instead.
+            done: answers in the file by now.
+            failed: how many of them are errors.
         """
         for reply in replies:
             usage = reply.body.get("usage") if reply else None
@@ -59,7 +61,11 @@ class BatchProgress:
         self.say("")
 
     def say(self, trouble: str) -> None:
-        """Show the figures, and what is wrong, if anything is."""
+        """Update the bar, or print a line if LOGGED_S seconds have passed since the last.
+
+        Args:
+            trouble: what is wrong now, as in "waiting for a server"; empty if nothing is.
+        """
         told = ", ".join(filter(None, [f"{self._rate:.0f} tokens/s", self._errors(), trouble]))
         self._bar.update(self._task, completed=self.done, description=told)
         now_s = time.monotonic()
@@ -68,7 +74,7 @@ class BatchProgress:
             print(f"answered {self.done:,} of {self.total:,}, {told}", file=sys.stderr, flush=True)
 
     def summary(self) -> str:
-        """What a run came to, in a line."""
+        """The run's result in a line: "8 of 8 requests are answered in out.jsonl; 640 tokens, 52 tokens/s; S 2.10"."""
         figures = [f"{self.done:,} of {self.total:,} requests are answered in {self._file}"]
         if self._before:
             figures.append(f"{self._before:,} of them by an earlier run")

@@ -1,4 +1,4 @@
-"""Methods run in alternation on one prompt, so that drift of the machine hits all of them."""
+"""Run methods in alternation on one prompt, so that a machine that becomes slower or faster does so for all of them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .machine import PeakMemory
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """The run of one method on one prompt.
+    """The output and times of one method on one prompt, over all rounds.
 
     Args:
-        output: what the first round gave.
-        decode_s: median of the rounds, in seconds.
-        rounds_s: seconds of every round.
-        peak_bytes: most memory of any round on this rank; 0 where nobody asked.
+        output: output of the first round.
+        decode_s: median over the rounds of the seconds of decoding, without the prefill.
+        rounds_s: these seconds for every round.
+        peak_bytes: most memory that any round took on this rank; 0 where memory was not measured.
     """
 
     output: GenerationOutput
@@ -35,13 +35,16 @@ def alternate(
     peak: PeakMemory | None = None,
     wait: Wait | None = None,
 ) -> dict[str, Measured]:
-    """Run every method once a round, each round beginning with another one, so that drift of the machine hits all.
+    """Run every method once a round; each round begins with the next method, so that drift hits all alike.
 
     Args:
-        methods: what runs a method once, by name.
+        methods: by name, a function that runs the method once.
         rounds: how often every method runs.
-        peak: asked for the memory of every run.
-        wait: counts the runs.
+        peak: measures the memory of every run; None measures none.
+        wait: progress display, which counts the runs; None for none.
+
+    Returns:
+        By name, the method's output and times.
     """
     names = list(methods)
     outputs: dict[str, list[GenerationOutput]] = {name: [] for name in names}
@@ -58,7 +61,11 @@ def alternate(
 
 
 def warm_up(methods: Mapping[str, Callable[[], GenerationOutput]]) -> None:
-    """Run every method once, on few tokens."""
+    """Run every method once unmeasured, so that no figure includes compiling, capturing or first allocations.
+
+    Args:
+        methods: by name, a function that runs the method once; few tokens are enough.
+    """
     with waiting("warming up, so that no figure has what a first run does once", len(methods), "runs") as wait:
         alternate(methods, 1, wait=wait)
 

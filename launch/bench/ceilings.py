@@ -1,4 +1,4 @@
-"""The device's memory bandwidth and arithmetic speed, measured; and how calls on it are timed."""
+"""The device's memory bandwidth and arithmetic speed, measured, and the least time of a forward pass by them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,12 @@ Call = Callable[[], object]
 
 
 def seconds(call: Call, device: torch.device) -> float:
-    """How long a call keeps the device, from idle to idle: by events on a GPU, by the clock elsewhere."""
+    """Seconds that a call keeps the device busy, from idle to idle: by events on a GPU, by the clock elsewhere.
+
+    Args:
+        call: the call to time.
+        device: the device that it keeps busy.
+    """
     if device.type != "cuda":
         start = time.perf_counter()
         call()
@@ -38,11 +43,11 @@ def alternated(
     rounds: int,
     device: torch.device,
 ) -> dict[str, float]:
-    """Median seconds of every call, run in turn, each round beginning with another one.
+    """Median seconds of every call; the calls run in turn, and each round begins with the next one.
 
     Args:
-        calls: what to time, by name.
-        rounds: how many rounds are counted, after WARM_UP others.
+        calls: the calls to time, by name.
+        rounds: how many rounds count; WARM_UP others come first.
         device: the device that the calls keep busy.
     """
     names = list(calls)
@@ -55,11 +60,11 @@ def alternated(
 
 @dataclass(frozen=True, kw_only=True)
 class Ceilings:
-    """Speeds of the device, measured in this run.
+    """Memory bandwidth and arithmetic speed of the device, measured in this run: no forward pass can be faster.
 
     Args:
-        bytes_per_s: speed of a copy, read and written bytes together.
-        flop_per_s: speed of a matrix product in the model's dtype, on random data.
+        bytes_per_s: speed of a large copy; bytes read and bytes written both count.
+        flop_per_s: speed of a large matrix product in the model's dtype.
     """
 
     bytes_per_s: float
@@ -67,11 +72,11 @@ class Ceilings:
 
 
 class CeilingCalls:
-    """The calls to time for the ceilings, and what their seconds mean.
+    """The calls whose times give a device's `Ceilings`, to be timed in turn with other calls.
 
     Args:
         device: the device to measure.
-        dtype: the matrices' type, the model's.
+        dtype: dtype of the matrix product, the model's.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -82,14 +87,18 @@ class CeilingCalls:
         self.product = torch.empty_like(self.left)
 
     def calls(self) -> dict[str, Call]:
-        """The calls to time, by name: a copy for the bandwidth, a product for the FLOPs."""
+        """The calls to time, by name: "copy" for the bandwidth, "product" for the arithmetic."""
         return {
             "copy": lambda: self.target.copy_(self.source),
             "product": lambda: torch.mm(self.left, self.right, out=self.product),
         }
 
     def read(self, times: Mapping[str, float]) -> Ceilings:
-        """What the device can do at most, given the seconds of each call."""
+        """The device's bandwidth and arithmetic speed.
+
+        Args:
+            times: seconds of each call, by the names of `calls`.
+        """
         return Ceilings(
             bytes_per_s=2 * self.source.nbytes / times["copy"],
             flop_per_s=2 * self.left.shape[0] ** 3 / times["product"],
@@ -97,20 +106,27 @@ class CeilingCalls:
 
 
 def copy_bytes(device: torch.device) -> int:
-    """Bytes of the copied tensor; its copy needs as much again."""
+    """Bytes of the tensor that is copied to measure the bandwidth; the copy needs as much memory again.
+
+    Args:
+        device: the device to measure; a CPU copies less than a GPU, to be done soon.
+    """
     return COPY_BYTES.get(device.type, COPY_BYTES["cpu"])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The least work of a forward pass, by the model's sizes; of experts, as if all of them ran.
+    """The bytes and FLOP that a forward pass needs at least, by the sizes of the model.
+
+    A mixture of experts counts as if every expert ran.
 
     Args:
-        weight_bytes: read once, but for an embedding that is no LM head: of that a step reads a few vectors.
-        kv_token_bytes: keys and values of one cached token, all layers.
-        token_flop: FLOP in the layers' matrices, for one token.
-        head_flop: FLOP in the LM head, for one token that is sampled.
-        key_flop: FLOP in attention, for one token and one key it sees.
+        weight_bytes: bytes of the weights that a pass reads; an embedding that is not also the LM head does not count,
+            as a pass reads a few rows of it.
+        kv_token_bytes: bytes of the keys and values of one cached token in all layers.
+        token_flop: FLOP of one token in the matrices of the layers.
+        head_flop: FLOP of one token in the LM head.
+        key_flop: FLOP of attention for one token and one token that it attends to, in all layers.
     """
 
     weight_bytes: int
@@ -121,7 +137,7 @@ class Work:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Work:
-        """The work of a model, counted from its parameters and config."""
+        """Count a model's bytes and FLOP from its parameters and config."""
         config = model.config.get_text_config()
         embedding = model.get_input_embeddings().weight
         head = model.get_output_embeddings().weight
@@ -139,14 +155,30 @@ class Work:
         )
 
     def flop(self, num_tokens: int, prefix: int) -> int:
-        """FLOP of a pass of `num_tokens` tokens, all sampled, behind `prefix` cached ones."""
+        """FLOP of a forward pass all of whose tokens go through the LM head.
+
+        Args:
+            num_tokens: tokens of the pass.
+            prefix: cached tokens that they attend to.
+        """
         return num_tokens * (self.token_flop + self.head_flop + self.key_flop * (prefix + num_tokens))
 
     def moved_bytes(self, num_tokens: int, prefix: int) -> int:
-        """Bytes that such a pass moves: weights and cached tokens."""
+        """Bytes of weights, keys and values that a forward pass moves.
+
+        Args:
+            num_tokens: tokens of the pass.
+            prefix: cached tokens that they attend to.
+        """
         return self.weight_bytes + self.kv_token_bytes * (prefix + num_tokens)
 
     def floor_s(self, num_tokens: int, prefix: int, ceilings: Ceilings) -> float:
-        """The least seconds that the ceilings allow for a pass of `num_tokens` tokens behind `prefix` cached ones."""
+        """Least seconds that a forward pass can take on a device.
+
+        Args:
+            num_tokens: tokens of the pass.
+            prefix: cached tokens that they attend to.
+            ceilings: the device's bandwidth and arithmetic speed.
+        """
         moved_s = self.moved_bytes(num_tokens, prefix) / ceilings.bytes_per_s
         return max(moved_s, self.flop(num_tokens, prefix) / ceilings.flop_per_s)

@@ -1,6 +1,7 @@
-"""Tokens of methods compared with plain decoding's: where they part, and whether rounding explains it.
+"""Compare methods' tokens with plain decoding's: where they first differ, and whether rounding explains the difference.
 
-V: vocabulary, L: tokens of a prefix.
+V: vocabulary, L: tokens of a prefix. Logits are a near-tie if they are so close that kernels which add in another order
+may swap their ranks; lp promises equal tokens but for near-ties.
 """
 
 from __future__ import annotations
@@ -20,25 +21,29 @@ from lp.models.rope import rope_boundary
 from lp.sampling.noise import gumbel
 from lp.sampling.params import SamplingParams, Verifier
 
-# Two logits may swap ranks where each is off by what rounding does. That is asked of the model itself, by passes whose
-# kernels differ because they compute so many of the prefix's last tokens; a kernel may be off by twice as much as these
-# show, and by twice the last rounding of the largest logit, which they may all share.
+# Two logits may swap ranks if rounding moves each. How far it moves one is measured on the model itself: passes that
+# compute the prefix's last 1, 8 or 64 tokens apart use other kernels. A kernel may be off by twice what these show, and
+# by twice the last rounding of the largest logit, which all of them may share.
 WIDTHS = (1, 8, 64)
-MARGIN = 4  # of a near-tie over what one logit is off: two logits, twice
+MARGIN = 4  # near-tie over the measured error of one logit: two logits, each off by twice as much
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
     """The first position at which a method's tokens differ from plain decoding's.
 
+    Scores are the logits, processed and with the noise of sampling where tokens are sampled; the token is their argmax.
+
     Args:
-        method: its name.
+        method: name of the method.
         position: index among the new tokens.
         token: the method's token there; None where its text had ended.
         plain_token: plain decoding's token there; None where its text had ended.
-        gap: difference of the two best scores there, from one forward of the common prefix; None where the warpers
-            leave one token. Scores are the logits, warped and with the noise of sampling if there is any.
-        near_tie: whether logits as close as kernels may differ explain both tokens.
+        gap: difference of the two best scores, from a forward pass of the common prefix; None where the logits
+            processors leave one token.
+        near_tie: whether rounding explains both tokens; False says that something is wrong.
+        logit: logit of `token` in that pass; None without a token.
+        plain_logit: logit of `plain_token` in that pass; None without a token.
     """
 
     method: str
@@ -52,7 +57,12 @@ class Difference:
 
 
 def first_difference(tokens: Sequence[int], plain: Sequence[int]) -> int | None:
-    """Index of the first token that differs, or where the shorter one ends; None if they are equal."""
+    """Index of the first token in which two texts differ, or at which the shorter one ends; None if they are equal.
+
+    Args:
+        tokens: token ids of one text.
+        plain: token ids of the other.
+    """
     pairs = enumerate(zip_longest(tokens, plain))
     return next((index for index, (token, other) in pairs if token != other), None)
 
@@ -65,16 +75,19 @@ def differences(
     sampling: SamplingParams | None = None,
     kv_dtype: str = KVDtype.AUTO,
 ) -> list[Difference]:
-    """Compare every method's tokens with plain decoding's.
+    """Find where each method's tokens first differ from plain decoding's, and whether rounding explains it.
 
     Args:
-        model: the causal LM that wrote them; forwarded once for each difference.
-        prompt: the prompt's tokens.
-        tokens: the new tokens of each method.
-        plain: new tokens of the oracle, `lp.AutoregressiveDecoder`.
-        sampling: how all of them were sampled; None is greedy. Rejection sampling promises equal distributions, not
-            equal tokens, so nothing counts as a difference.
-        kv_dtype: what the caches of all of them held keys and values as.
+        model: the causal LM that generated them; it runs a few forward passes for each difference.
+        prompt: token ids of the prompt.
+        tokens: by method, its new tokens.
+        plain: new tokens of the reference, decoder=autoregressive.
+        sampling: how all of them were sampled; None is greedy. With rejection sampling only the distributions are
+            equal, so no difference is reported.
+        kv_dtype: dtype in which all of them cached keys and values.
+
+    Returns:
+        A difference for each method that has one.
     """
     if sampling is not None and sampling.verifier is Verifier.REJECTION:
         return []
@@ -109,13 +122,13 @@ def _describe(
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """The scores by which plain decoding samples the token behind a prefix.
+    """Scores from which plain decoding samples the token behind a prefix, and how far rounding can move them.
 
     Args:
-        prefix: its tokens.
+        prefix: token ids before the token, L of them.
         logits: (V,) float64, from one forward pass.
-        near_tie: two logits this close may swap ranks when a kernel adds in another order.
-        sampling: None is greedy; the seed of what draws must be known.
+        near_tie: difference of two logits up to which rounding may swap their ranks.
+        sampling: how the token is sampled, with a known seed; None is greedy.
     """
 
     prefix: list[int]
@@ -132,7 +145,14 @@ class Prediction:
         sampling: SamplingParams | None = None,
         kv_dtype: KVDtype = KVDtype.AUTO,
     ) -> Prediction:
-        """Forward the prefix at once, and in two passes for each of WIDTHS, to learn what rounding does."""
+        """Compute the scores behind a prefix by one forward pass, and measure rounding by passes that split the prefix.
+
+        Args:
+            model: the causal LM.
+            prefix: token ids, L of them.
+            sampling: how the next token is sampled, with a known seed; None is greedy.
+            kv_dtype: dtype in which keys and values were cached.
+        """
         ids = torch.tensor([list(prefix)], device=model.device)  # (1, L)
         logits = model(ids, logits_to_keep=1, **_cached(model, kv_dtype)).logits[0, -1].double().cpu()
         off = torch.finfo(model.dtype).eps * max(float(logits.abs().max()), 1.0)
@@ -141,7 +161,11 @@ class Prediction:
         return cls(prefix=list(prefix), logits=logits, near_tie=MARGIN * off, sampling=sampling)
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
-        """(V,), whose argmax is the token: the logits, processed and under the noise of their position."""
+        """Scores (V,) whose argmax is the sampled token: the logits, processed, plus the noise of this position.
+
+        Args:
+            logits: (V,) float64: `self.logits`, or these moved by rounding.
+        """
         if self.sampling is None:
             return logits
         scores = logits[None]
@@ -154,15 +178,19 @@ class Prediction:
         return scores[0] + gumbel(self.sampling.seed, 0, len(self.prefix), len(logits), logits.device)
 
     def gap(self) -> float | None:
-        """Difference of the two best scores; None where only one token is left."""
+        """Difference of the two best scores; None where the logits processors leave one token."""
         best, second = self.scores(self.logits).topk(2).values.tolist()
         return best - second if math.isfinite(second) else None
 
     def may_be(self, token: int, other: int) -> bool:
-        """Whether moving every logit by at most half a near-tie can make `token` the sampled one instead of `other`.
+        """Whether rounding can make `token` the sampled one instead of `other`, moving each logit by half a near-tie.
 
-        Tried are the moves that favour it most: it against all others; it into a warper's selection; `other` out of
-        that.
+        Tried are the three moves that favour `token` most: against all other tokens, into the tokens that a processor
+        such as top-k keeps, and `other` out of these.
+
+        Args:
+            token: id of the token that a method sampled.
+            other: id of plain decoding's token.
         """
         half = self.near_tie / 2
         logits = self.logits
@@ -176,7 +204,7 @@ class Prediction:
 
 
 def _comparable(model: Any, length: int) -> list[int]:
-    """WIDTHS with which two passes differ from one by rounding alone, since both have the same rotary frequencies.
+    """WIDTHS for which two passes differ from one by rounding alone, as the rotary frequencies of both are equal.
 
     Args:
         length: tokens of the prefix, L.
@@ -187,14 +215,14 @@ def _comparable(model: Any, length: int) -> list[int]:
 
 
 def _cached(model: Any, kv_dtype: KVDtype) -> dict[str, Any]:
-    """Arguments of a first pass, whose keys and values are rounded as a cache would round them."""
+    """Keyword arguments of a first pass whose keys and values are rounded as a cache of this dtype rounds them."""
     if kv_dtype is KVDtype.AUTO:
         return {"use_cache": False}
     return {"use_cache": True, cache_keyword(model): RoundedCache(kv_dtype, config=model.config)}
 
 
 def _in_two_passes(model: Any, ids: torch.Tensor, width: int, kv_dtype: KVDtype) -> torch.Tensor:
-    """The logits (V,) behind a prefix (1, L), of which a second pass computes the last `width` tokens."""
+    """Logits (V,) behind a prefix (1, L), the last `width` tokens of which are computed in a second pass."""
     # Given, as `generate` gives them: Bamba alone would count those of the second pass from 0.
     positions = torch.arange(ids.shape[1], device=ids.device)[None]
     given = _cached(model, kv_dtype) | {"use_cache": True}

@@ -1,4 +1,4 @@
-"""What a step asks of a GPU: launches, kernels and waits, as torch's profiler sees them."""
+"""Count what a decode step asks of a GPU: kernel launches, kernels and waits, as torch's profiler sees them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ COPIES = ("Memcpy", "Memset")
 
 @dataclass(frozen=True, kw_only=True)
 class GpuCalls:
-    """How often a step calls the GPU.
+    """How often a decode step calls the GPU, for `lp profile`: many launches or waits mean that the host is the limit.
 
     Args:
-        launches: calls of the host that start kernels; the replay of a graph is one.
-        kernels: kernels that the GPU ran, those of graphs among them.
+        launches: calls by which the host starts kernels; replaying a CUDA graph is one call.
+        kernels: kernels that the GPU ran, also those in CUDA graphs.
         waits: calls in which the host waits for the GPU.
     """
 
@@ -31,7 +31,11 @@ class GpuCalls:
 
 
 def count(events: Iterable[tuple[str, bool]]) -> GpuCalls:
-    """Calls among events: the name of each, and whether it ran on the GPU."""
+    """Count launches, kernels and waits among a profiler's events.
+
+    Args:
+        events: pairs of an event's name, as in "cudaLaunchKernel", and whether the event ran on the GPU.
+    """
     events = list(events)
     host = [name for name, on_gpu in events if not on_gpu and name.startswith("cu")]  # not torch's own operators
     return GpuCalls(
@@ -42,14 +46,16 @@ def count(events: Iterable[tuple[str, bool]]) -> GpuCalls:
 
 
 def calls_per_step(decode: Callable[[int], GenerationOutput], tokens: int) -> GpuCalls | None:
-    """GPU calls a step: means over the steps by which a text is longer than one of a single token.
+    """Mean GPU calls of a decode step, without the prefill's.
+
+    The calls for a text of one token are subtracted from those for a long text, and divided by the additional steps.
 
     Args:
-        decode: makes a text of so many tokens on a GPU, by steps that are captured already.
-        tokens: how many tokens the longer text has.
+        decode: generates so many tokens on a GPU; its steps are captured already.
+        tokens: how many tokens the long text has.
 
     Returns:
-        None where it takes no more steps.
+        The means; None where the long text took no more steps.
     """
     (short, few), (long, steps) = (_profiled(decode, number) for number in (1, tokens))
     more = steps - few
@@ -69,5 +75,10 @@ def _profiled(decode: Callable[[int], GenerationOutput], tokens: int) -> tuple[G
 
 
 def ran_on(event: Any, kind: DeviceType) -> bool:
-    """Whether an event of the profiler ran on such a device; each event has a `DeviceType` object of its own."""
+    """Whether a profiler's event ran on this kind of device; by value, as each event has its own `DeviceType`.
+
+    Args:
+        event: an event of torch's profiler.
+        kind: DeviceType.CPU or DeviceType.CUDA.
+    """
     return bool(event.device_type == kind)

@@ -1,4 +1,4 @@
-"""A run's machine: the device's name, the memory that the run took, and what others took meanwhile."""
+"""The machine of a run: the device's name, the memory that the run took, and whether other work disturbed its times."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ OTHERS, OTHERS_OF_CORES = 0.5, 0.02
 
 
 def device_name(device: torch.device) -> str:
-    """A device's name for tables: as its maker calls it, where torch knows."""
+    """A device's name for tables: a GPU's product name, else "cpu"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
 
 
 class PeakMemory:
-    """The most memory since the last restart: of a GPU's tensors, elsewhere what is resident of this process.
+    """Measures a method's peak memory: on a GPU that of torch's tensors, on a CPU the process' resident memory.
 
-    Resident memory counts the model and everything that Python loaded; a GPU's count is torch's, without its context.
+    Resident memory includes the model and everything that Python has loaded; a GPU's count leaves out the CUDA context.
 
     Args:
-        device: the model's.
+        device: the device on which the model is.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def restart(self) -> None:
-        """Forget what was; where the system cannot, the peak is that of the process's life."""
+        """Begin a new measurement; where the system cannot, the peak stays that of the process' whole life."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             return
@@ -44,7 +44,7 @@ class PeakMemory:
             return
 
     def bytes(self) -> int:
-        """The peak in bytes; 0 where the system does not say."""
+        """Most memory in bytes since `restart`; 0 where the system does not tell."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         try:
@@ -55,7 +55,7 @@ class PeakMemory:
 
 
 def load_average() -> float | None:
-    """Processes that ran or waited for a core, mean of the last minute; None where the system does not say."""
+    """Processes that ran or waited for a core, mean of the last minute; None where the system does not tell."""
     try:
         return os.getloadavg()[0]
     except (OSError, AttributeError):
@@ -63,11 +63,15 @@ def load_average() -> float | None:
 
 
 def machine_now(device: torch.device, world_size: int) -> dict[str, Any]:
-    """What tells whether times can be trusted: cores, load average, ranks on this machine and their threads.
+    """Figures of the machine that say later whether a record's times can be trusted, as `remarks` does.
 
     Args:
-        device: the model's.
+        device: the device on which the model is.
         world_size: how many ranks there are on all machines together.
+
+    Returns:
+        "cores"; "load", the load average; "ranks" on this machine; "threads" of each rank; "gpus", 0 for a model on a
+        CPU.
     """
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     return {
@@ -80,10 +84,10 @@ def machine_now(device: torch.device, world_size: int) -> dict[str, Any]:
 
 
 def remarks(records: Sequence[dict[str, Any]]) -> list[str]:
-    """Lines about a machine that looked busy, and ranks that shared cores; none in records that do not say.
+    """Warnings for under a table: other work kept the machine busy, or ranks shared cores or GPUs. None if all is well.
 
     Args:
-        records: a benchmark's records, whose `machine` comes from machine_now.
+        records: a benchmark's records; their field "machine" comes from `machine_now`. Records without it are skipped.
     """
     machines = [record["machine"] for record in records if record.get("machine")]
     lines = []

@@ -1,4 +1,8 @@
-"""The methods that a benchmark compares, by name: decoders of ours, also alone on rank 0, and baselines."""
+"""The names in methods=[...] of a benchmark, and checks of them before a model is loaded.
+
+A name is one of lp's decoders, such as "lookahead"; one of these with "@1" behind it, which runs on rank 0 alone; or a
+baseline, such as "hf_generate".
+"""
 
 from __future__ import annotations
 
@@ -17,39 +21,56 @@ from .pass_at_1 import check_limits, check_prompts
 
 
 def bare_name(name: str) -> str:
-    """A method's name without the ending by which it runs on rank 0 alone."""
+    """The decoder's name in a method's name: "lookahead" of "lookahead@1", which runs on rank 0 alone."""
     return name.removesuffix(ALONE)
 
 
 def own_names(methods: Iterable[str]) -> list[str]:
-    """The decoders of ours among the methods."""
+    """Names of lp's own decoders among methods, without "@1"; baselines are left out.
+
+    Args:
+        methods: names of methods.
+    """
     return [bare_name(name) for name in methods if bare_name(name) in decoder_names()]
 
 
 def shares_steps(name: str) -> bool:
-    """Whether all ranks share a method's steps."""
+    """Whether all ranks compute each decode step of a method together, and not every replica by itself.
+
+    Args:
+        name: the method.
+    """
     if name.endswith(ALONE) or name in (PLAIN, ORACLE):
         return False
     return BASELINES[name].all_ranks if name in BASELINES else True
 
 
 def baseline_options(config: BenchmarkConfig) -> BaselineOptions:
-    """What a config says of baselines: their files, and whether texts are greedy."""
+    """The options of a config that baselines need: the draft model, the GGUF file, and whether sampling is greedy."""
     return BaselineOptions(draft=config.draft, gguf=config.gguf, greedy=config.sampling.name == "greedy")
 
 
 def missing_methods(config: BenchmarkConfig, methods: Iterable[str]) -> dict[str, str]:
-    """What baselines among the methods lack here: a package, GPUs, an option; each with its remedy."""
+    """Reasons why baselines cannot run here, by method, each with its remedy: "needs the package ...; pip install ...".
+
+    Args:
+        config: the benchmark's config.
+        methods: names of methods; those that lack nothing are not in the result.
+    """
     options = baseline_options(config)
     found = {name: BASELINES[name].missing(options) for name in methods if name in BASELINES}
     return {name: lacking for name, lacking in found.items() if lacking}
 
 
 def check_divisible(config: BenchmarkConfig, methods: list[str]) -> None:
-    """Refuse what needs the whole model on one rank where ranks hold parts of it.
+    """Refuse baselines and quality=true where parallel.tp splits the model over ranks: they need all of it on one rank.
+
+    Args:
+        config: the benchmark's config.
+        methods: names of the methods to run.
 
     Raises:
-        ValueError: names it.
+        ValueError: names the method or key.
     """
     if config.parallel.tp == 1:
         return
@@ -62,10 +83,14 @@ def check_divisible(config: BenchmarkConfig, methods: list[str]) -> None:
 
 
 def check_kv_dtype(config: BenchmarkConfig, methods: Iterable[str]) -> None:
-    """Refuse methods whose caches would hold something else than those that they are compared with.
+    """Refuse baselines beside model.kv_dtype: their caches keep the model's dtype, so tokens would not compare.
+
+    Args:
+        config: the benchmark's config.
+        methods: names of the methods to run.
 
     Raises:
-        ValueError: names the first of them.
+        ValueError: names the first such baseline.
     """
     others = [name for name in methods if name in BASELINES]
     if config.model.kv_dtype != KVDtype.AUTO and others:
@@ -76,10 +101,14 @@ def check_kv_dtype(config: BenchmarkConfig, methods: Iterable[str]) -> None:
 
 
 def check_sessions(config: BenchmarkConfig, methods: Iterable[str]) -> None:
-    """Refuse a pool that has a text before its method is measured on it.
+    """Refuse settings with which a pool knows a text before its method is measured on it, so that it drafts too well.
+
+    Args:
+        config: the benchmark's config.
+        methods: names of the methods to run.
 
     Raises:
-        ValueError: names the setting.
+        ValueError: several rounds with a pool that remembers texts, or several methods that write one pool file.
     """
     own = draft_configs(config, map(bare_name, methods))
     keeping = [
@@ -102,7 +131,11 @@ def check_sessions(config: BenchmarkConfig, methods: Iterable[str]) -> None:
 
 
 def check_pass_at_1(config: BenchmarkConfig, prompts: list[Prompt]) -> None:
-    """Refuse prompts whose texts cannot be judged, and machines that cannot run a program within limits.
+    """Refuse pass_at_1=true where a task has no tests, or this machine cannot run generated programs within limits.
+
+    Args:
+        config: the benchmark's config.
+        prompts: the prompts to decode.
 
     Raises:
         ValueError: names what is missing.
@@ -116,10 +149,13 @@ def check_pass_at_1(config: BenchmarkConfig, prompts: list[Prompt]) -> None:
 
 
 def methods_of(config: BenchmarkConfig) -> list[str]:
-    """The methods of the config, or the decoder with plain decoding and prompt lookup beside it.
+    """The methods to run: the config's, or without any the chosen decoder, plain decoding and prompt lookup.
+
+    Args:
+        config: the benchmark's config.
 
     Raises:
-        ValueError: one that does not exist, or twice the same.
+        ValueError: a method that does not exist, or one that is named twice.
     """
     methods = config.methods or list(dict.fromkeys([config.decoder.name, *METHODS[1:]]))
     known = [*decoder_names(), *BASELINES]

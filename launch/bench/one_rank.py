@@ -1,7 +1,7 @@
-"""Rank r of R on one device: its exact share in the real loop, with the collectives of a recorded run.
+"""Run rank r of R alone on one device, with exactly its share of the work, to time it.
 
-All ranks first run as threads, and the results of their collectives are recorded; then rank r alone decodes the same
-text again, and every collective returns its recorded result.
+First all R ranks run as threads, and the results of their collectives are recorded. Then rank r alone decodes the same
+prompt again, and each of its collectives returns the recorded result at once.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ Decode = Callable[[LookaheadDecoder], GenerationOutput]
 
 @dataclass
 class RecordedCollectives:
-    """Results of the collectives of a run, in order: the same on every rank, so that one recording serves them all.
+    """Results of a run's collectives in order, with which one rank can decode the same prompt again alone.
+
+    The results are the same on every rank, so one recording serves all ranks.
 
     Attributes:
-        results: what every collective returned, the decoder's construction first.
-        num_construction: how many those are.
-        position: index of the next result.
+        results: what every collective returned, beginning with those of the decoder's construction.
+        num_construction: how many results belong to the construction; a decode replays the others.
+        position: index in `results` of the next one to return.
     """
 
     results: list[torch.Tensor] = field(default_factory=list)
@@ -46,7 +48,7 @@ class RecordedCollectives:
     position: int = 0
 
     def next(self) -> torch.Tensor:
-        """What the next collective returned in the recorded run."""
+        """The result of the next collective in the recorded run."""
         self.position += 1
         return self.results[self.position - 1]
 
@@ -58,7 +60,7 @@ class RecordedCollectives:
 
 @dataclass(frozen=True)
 class _RecordingGroup(RankGroup):
-    """Another group, whose results it records."""
+    """A group of ranks that passes collectives on to another group and records their results."""
 
     inner: RankGroup = field(default_factory=RankGroup)
     recorded: RecordedCollectives = field(default_factory=RecordedCollectives)
@@ -78,11 +80,11 @@ class _RecordingGroup(RankGroup):
 
 @dataclass(frozen=True)
 class _ReplayGroup(RankGroup):
-    """A rank whose collectives return recorded results; they take as long as those of a single rank.
+    """A group of ranks with one rank present: its collectives return recorded results, as fast as with a single rank.
 
-    The header of its message is its own, so that a rank whose state is another fails, and Ctrl-C ends the text. Its
-    nodes must be the recorded ones, which the others have merged. Its samples and logits are the recorded ones:
-    captured steps may round otherwise, and an idle model computes none.
+    The header of this rank's message is its own: so a rank whose state differs is noticed, and Ctrl-C ends the text.
+    The nodes of its draft tree must be the recorded ones, which other ranks have merged. Samples and logits come from
+    the recording: captured steps may round otherwise, and an idle model computes none.
     """
 
     recorded: RecordedCollectives = field(default_factory=RecordedCollectives)
@@ -110,10 +112,13 @@ class _ReplayGroup(RankGroup):
 
 
 def check_alike(config: LookaheadConfig) -> None:
-    """Refuse a decoder whose second run of a text is not like the first.
+    """Refuse a decoder whose second run on a prompt would differ from the first, as it could not be replayed.
+
+    Args:
+        config: the decoder's config.
 
     Raises:
-        ValueError: its pool remembers other texts, or its steps follow step times, which are those of other ranks.
+        ValueError: the pool remembers earlier texts, or step sizes follow the step times measured here.
     """
     if config.adaptive:
         raise UserError("the config is adaptive, whose steps follow this machine's step times; give W, N or G")
@@ -124,14 +129,15 @@ def check_alike(config: LookaheadConfig) -> None:
 
 
 def record(build: Build, decode: Decode, ranks: int) -> RecordedCollectives:
-    """Run all ranks as threads of this process and record their collectives.
+    """Decode once on all ranks, as threads of this process, and record the results of their collectives.
 
     Args:
-        build: a decoder in a context.
-        decode: one call of it, its seed known if it samples.
+        build: makes a decoder for a rank's context.
+        decode: runs that decoder on the prompt, with a known seed if it samples.
+        ranks: R, how many ranks there are.
 
     Raises:
-        ValueError: as `check_alike`.
+        ValueError: the decoder cannot be replayed: see `check_alike`.
     """
     recorded = RecordedCollectives()
 
@@ -150,24 +156,33 @@ def record(build: Build, decode: Decode, ranks: int) -> RecordedCollectives:
 
 
 class IdleModel:
-    """Computes nothing: what a model is to a CPU beside a GPU that runs it.
+    """Stands in for the model and computes nothing, to time the host's part of a step as beside a GPU.
 
     Args:
-        vocabulary: how many logits a token has; all are zero.
+        vocabulary: V, logits of a token; all are zero.
     """
 
     def __init__(self, vocabulary: int) -> None:
         self.zeros_1V = torch.zeros(1, vocabulary)
 
     def __call__(self, input_ids: torch.Tensor, logits_to_keep: int | torch.Tensor, **keywords: object) -> Output:
-        """Zeros in the shape of `FusedModel`'s logits."""
+        """Zeros in the shape of the model's logits, float32 (1, T, V).
+
+        Args:
+            input_ids: token ids, (1, tokens).
+            logits_to_keep: how many of the last tokens get logits, 0 for all; or the indices of the tokens that do.
+        """
         kept = logits_to_keep if isinstance(logits_to_keep, int) else len(logits_to_keep)
         return Output(self.zeros_1V.expand(1, kept or input_ids.shape[1], -1))
 
 
 @contextmanager
 def idle_model(runner: ModelRunner) -> Iterator[None]:
-    """Within the block the runner's steps compute nothing."""
+    """Within the block, steps of a runner compute nothing, so that their time is the host's alone.
+
+    Args:
+        runner: the decoder's runner.
+    """
     network = runner.network
     runner.network = IdleModel(vocabulary_size(runner.model))
     try:
@@ -179,11 +194,18 @@ def idle_model(runner: ModelRunner) -> Iterator[None]:
 def replayed(
     build: Build, decode: Decode, rank: int, ranks: int, recorded: RecordedCollectives
 ) -> Callable[[], GenerationOutput]:
-    """A decode as one rank of the recorded run, alone, to be called any number of times.
+    """Make a function that decodes as one rank of a recorded run, alone; it may be called any number of times.
+
+    Args:
+        build: makes a decoder for a rank's context.
+        decode: runs that decoder on the recorded prompt.
+        rank: the rank to be, from 0.
+        ranks: R, how many ranks there are.
+        recorded: the recorded run.
 
     Raises:
-        RuntimeError: when called, it is not the same decode.
-        KeyboardInterrupt: when called, a signal ended it.
+        RuntimeError: on a call, the rank computes other nodes than in the recorded run.
+        KeyboardInterrupt: on a call, a signal ended it.
     """
     recorded.position = 0
     group = _ReplayGroup(rank, ranks, recorded=recorded)

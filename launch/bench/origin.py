@@ -1,4 +1,4 @@
-"""Where a record comes from: the command that measured it, the commit of the code, versions and the machine."""
+"""Origin of a record, so that others can measure it again: command, commit, versions and machine."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ VERSIONS = ("torch", "transformers", "tokenizers", "numpy")
 
 
 def origin() -> dict[str, str | None]:
-    """`command` and `commit` of this run; None for what is not known, as the commit of an installed wheel."""
+    """The command of this run and the commit of the code, under "command" and "commit"; None for what is not known."""
     return {"command": command(), "commit": commit()}
 
 
 def command() -> str | None:
-    """What runs this job again, with all its overrides; None outside of a Hydra app."""
+    """The command line that runs this job again, with all its overrides; None outside a Hydra app."""
     if not HydraConfig.initialized():
         return None
     hydra = HydraConfig.get()
@@ -40,7 +40,14 @@ def command() -> str | None:
 
 
 def commit(root: Path = ROOT) -> str | None:
-    """Short hash of the clone in `root`, with `-dirty` where its files were changed; None for what is no clone."""
+    """Short hash of the commit that a clone is at, as in "8cbffdbe" or, with changed files, "8cbffdbe-dirty".
+
+    Args:
+        root: folder of the clone.
+
+    Returns:
+        None for a folder that is no clone, as of an installed wheel, or where git fails.
+    """
     if not (root / ".git").exists():
         return None
     git = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
@@ -51,12 +58,16 @@ def commit(root: Path = ROOT) -> str | None:
 
 
 def hardware(context: lp.ParallelContext) -> str:
-    """The machine of rank 0 in words."""
+    """Rank 0's machine in words, as in "2 x NVIDIA H100" or "8 x86-64 cores".
+
+    Args:
+        context: the rank's context, which knows its device and the world size.
+    """
     if context.device.type == "cuda":
         return f"{context.world_size} x {torch.cuda.get_device_name(context.device)}"
     return f"{os.cpu_count()} {platform.machine().replace('_', '-')} cores"
 
 
 def versions() -> dict[str, str]:
-    """Versions of the packages that figures depend on."""
+    """Versions of lp, Python and the packages on which measurements depend, by name."""
     return {"lp": lp.__version__, "python": platform.python_version()} | {name: version(name) for name in VERSIONS}

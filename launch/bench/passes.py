@@ -1,4 +1,4 @@
-"""Forward passes over a cached prefix, as calls to be timed.
+"""Forward passes behind a cached prefix, as calls to be timed.
 
 T: tokens of a pass, L: cached tokens.
 """
@@ -21,13 +21,13 @@ HEAD_CALLS = 8  # timed together: one alone is as short as a launch
 
 
 class Passes:
-    """Passes of one runner behind the same prefix; none is committed, so that each starts from the same cache.
+    """Makes forward passes of various sizes behind one cached prefix, to time them; none is committed to the cache.
 
     Args:
-        runner: runs them.
-        prefix: tokens, L.
+        runner: runs the model.
+        prefix: token ids to cache, (L,).
         max_tokens: T of the largest pass.
-        chunk: tokens of a pass of the prefill.
+        chunk: tokens of each pass that computes the prefix.
     """
 
     def __init__(self, runner: ModelRunner, prefix: Sequence[int], max_tokens: int, chunk: int) -> None:
@@ -37,11 +37,22 @@ class Passes:
         runner.prefill(self.prefix, self.cache, chunk)
 
     def chain(self, num_tokens: int) -> Call:
-        """T tokens, each behind the one before, all sampled."""
+        """A pass of T tokens that each follow the one before, with logits for all of them.
+
+        Args:
+            num_tokens: T, tokens of the pass.
+        """
         return self._call(range(num_tokens), np.tri(num_tokens, dtype=bool), range(num_tokens))
 
     def share(self, layout: StepLayout, count: int) -> Call:
-        """The first `count` tokens of a rank's step: nodes come before those that see them, so they are a step too."""
+        """A pass of the first tokens of a rank's decode step, with their positions, attention mask and samples.
+
+        Every node comes before the nodes that see it, so the first tokens are a valid step by themselves.
+
+        Args:
+            layout: the step.
+            count: T, how many of its tokens to take.
+        """
         offsets = (layout.step_positions[:count] - layout.step_positions[0]).tolist()
         visible = ancestors(layout.step_parents)
         return self._call(offsets, visible[:count, :count], sampled_of(layout, count))
@@ -54,12 +65,22 @@ class Passes:
 
 
 def sampled_of(layout: StepLayout, count: int) -> list[int]:
-    """Which of the first `count` tokens of a rank's step are sampled."""
+    """Indices of the tokens that get sampled, among the first `count` tokens of a decode step.
+
+    Args:
+        layout: the step.
+        count: how many of its tokens to look at.
+    """
     return [token for token in layout.sampled_tokens if token < count]
 
 
 def head_call(model: PreTrainedModel, num_tokens: int) -> Call:
-    """The LM head on this many tokens, HEAD_CALLS times."""
+    """A call of the LM head alone, HEAD_CALLS times in a row, since one is too short to time.
+
+    Args:
+        model: the causal LM.
+        num_tokens: hidden states that go through the head in each.
+    """
     head = model.get_output_embeddings()
     width = model.get_input_embeddings().weight.shape[1]
     hidden = torch.randn(num_tokens, width, device=head.weight.device).to(head.weight.dtype)

@@ -1,7 +1,8 @@
-"""Plots of a benchmark's totals and of scaling lines, at the width of a paper's column.
+"""Plots of benchmark totals and of scaling, as wide as a column of a paper.
 
-Each carries model and hardware, and is saved as PNG and SVG; projections are dashed, hollow or hatched, and labelled.
-The colours are Paul Tol's bright scheme, which colour-blind readers can tell apart.
+Each has model and hardware in its caption, and is saved as PNG and SVG. Projected figures are dashed, hollow or
+hatched, and labelled so. The colours are Paul Tol's bright scheme, which colour-blind readers can tell apart. S:
+generated tokens a decode step.
 """
 
 from __future__ import annotations
@@ -52,7 +53,17 @@ OF_METHODS = ("lookahead_auto", "lookahead", "lookahead_paper", "prompt_lookup",
 
 @contextlib.contextmanager
 def figure(path: Path, caption: str, height_in: float, panels: int = 1) -> Iterator[tuple[Figure, list[Any]]]:
-    """A figure of `panels` panels, one below the other, saved as PNG and SVG with the caption above it."""
+    """Draw a figure within the block; at its end it is saved as PNG and SVG, with the caption above the panels.
+
+    Args:
+        path: the PNG; the SVG gets the same name.
+        caption: model, hardware and settings; wrapped to the figure's width.
+        height_in: height without the caption, in inches.
+        panels: panels one below the other.
+
+    Yields:
+        matplotlib's figure, and the axes of its panels from top to bottom.
+    """
     above = textwrap.wrap(caption, 72)
     with rc_context(STYLE):
         drawn = Figure(figsize=(WIDTH_IN, height_in + LINE_IN * len(above)), dpi=DPI, layout="constrained")
@@ -64,12 +75,23 @@ def figure(path: Path, caption: str, height_in: float, panels: int = 1) -> Itera
 
 
 def look(number: int, label: str) -> dict[str, Any]:
-    """Colour, marker and label of one of several lines."""
+    """matplotlib's arguments for one of several lines in a panel: colour, marker and label.
+
+    Args:
+        number: the line's number, from 0; each has another colour.
+        label: its name in the legend.
+    """
     return {"color": COLOURS[number % len(COLOURS)], "marker": "so^vD"[number % 5], "label": label}
 
 
 def method_numbers(methods: Iterable[str]) -> dict[str, int]:
-    """The number of each method's colour, the same in every figure while there are colours left."""
+    """Number of each method's colour in COLOURS, by method, so that a well-known method has one colour in all figures.
+
+    Other methods get the free colours in order; beyond COLOURS the numbers go on, and colours repeat.
+
+    Args:
+        methods: names of the methods in a figure, in its order.
+    """
     methods = list(dict.fromkeys(methods))
     taken = {OF_METHODS.index(method) for method in methods if method in OF_METHODS}
     free = iter([number for number in range(len(COLOURS)) if number not in taken])
@@ -79,7 +101,16 @@ def method_numbers(methods: Iterable[str]) -> dict[str, int]:
 
 
 def scaling_plots(lines: Sequence[Line], caption: str, folder: Path) -> list[Path]:
-    """Speed-up by ranks, and the parts of a step's time."""
+    """Plot a scaling table: speedup.png, the speed-up over the ranks, and step_time.png, the parts of a step's time.
+
+    Args:
+        lines: lines of the table, measured and projected.
+        caption: hardware, model and settings.
+        folder: where the files go.
+
+    Returns:
+        Paths of the PNGs.
+    """
     return [_speedups(lines, caption, folder / "speedup.png"), _step_times(lines, caption, folder / "step_time.png")]
 
 
@@ -108,12 +139,12 @@ def _speedups(lines: Sequence[Line], caption: str, path: Path) -> Path:
 
 
 def _is_line(series: Sequence[Line]) -> bool:
-    """Whether a series' points differ in ranks alone: between those of other W or G nothing was measured."""
+    """Whether a series' points differ in ranks alone, so that they may be joined by a line."""
     return len({(line.W, line.G) for line in series}) == 1 and len({line.ranks for line in series}) == len(series)
 
 
 def _without_overlaps(all_series: Sequence[Sequence[Line]]) -> dict[str, Sequence[Line]]:
-    """Series of speed-ups by label; projections over links that nobody could tell apart as one line."""
+    """Series of speed-ups by label; projections over several links that nobody could tell apart are one series."""
     kept: list[tuple[Sequence[Line], list[str]]] = []
     for series in filter(None, all_series):
         link = series[0].link
@@ -131,7 +162,7 @@ def _without_overlaps(all_series: Sequence[Sequence[Line]]) -> dict[str, Sequenc
 
 
 def _alike(one: Sequence[Line], other: Sequence[Line]) -> bool:
-    """Whether two projections lie on each other, as wide as a marker."""
+    """Whether two projections differ by less than a marker's size."""
     both = zip(one, other, strict=False)
     same_ranks = one[0].link and other[0].link and [line.ranks for line in one] == [line.ranks for line in other]
     return bool(same_ranks) and all(
@@ -140,7 +171,7 @@ def _alike(one: Sequence[Line], other: Sequence[Line]) -> bool:
 
 
 def _error_bars(axes: Any, places: Sequence[float], values: Sequence[tuple[Any, Any, Any]], colour: str) -> None:
-    """Bars from the least to the most of several rounds; `values` has (middle, least, most)."""
+    """Bars from the least to the most over several rounds; `values` has (middle, least, most) for each place."""
     if values:
         middles = [middle for middle, _, _ in values]
         below = [max(0.0, middle - least) for middle, least, _ in values]
@@ -149,7 +180,7 @@ def _error_bars(axes: Any, places: Sequence[float], values: Sequence[tuple[Any, 
 
 
 def _step_times(lines: Sequence[Line], caption: str, path: Path) -> Path:
-    """Bars by series and ranks; of projections, those over the first link."""
+    """A bar for each series and number of ranks; of projections, only those over the first link."""
     links = [line.link for line in lines if line.link]
     of_link = [line for line in lines if line.link is None or line.link == links[0]]
     shown = [*{(line.series, line.ranks): line for line in of_link}.values()]
@@ -176,14 +207,19 @@ def tune_plot(
     caption: str,
     path: Path,
 ) -> Path:
-    """Step times as measured and as used; S of fixed settings by their step tokens, and that of the adaptive one.
+    """Plot the result of `lp tune`: the time of a decode step over its tokens, and S of the settings over these tokens.
+
+    S: generated tokens a decode step.
 
     Args:
-        step_times: seconds of whole steps by their tokens.
-        by_budget: step tokens and S of each setting.
-        adaptive: its step tokens and S.
+        step_times: seconds of a decode step by its tokens; drawn as measured, and as the decoder uses them.
+        by_budget: (mean step tokens, S) of each setting without a lookahead window.
+        adaptive: (mean step tokens, S) of the adaptive decoder.
         caption: model, hardware and task.
         path: where the PNG goes.
+
+    Returns:
+        `path`.
     """
     with figure(path, caption, 4.2, 2) as (_, (times, brought)):
         times.plot(step_times.num_tokens, [1e3 * s for s in step_times.seconds], **look(0, "measured") | {"ls": "none"})
@@ -203,7 +239,16 @@ def tune_plot(
 
 
 def dataset_plot(found: Sequence[Total], caption: str, path: Path) -> Path:
-    """S and speed-up by task, a bar a method."""
+    """Plot S (generated tokens a decode step) and the speed-up over plain decoding by task, with a bar for each method.
+
+    Args:
+        found: totals by task and method, all under one setting.
+        caption: model, hardware and settings.
+        path: where the PNG goes.
+
+    Returns:
+        `path`.
+    """
     tasks = list(dict.fromkeys(total.task for total in found))
     methods = list(dict.fromkeys(total.method for total in found))
     width = 0.8 / len(methods)
@@ -228,7 +273,18 @@ def dataset_plot(found: Sequence[Total], caption: str, path: Path) -> Path:
 
 
 def heat_map(found: Sequence[Total], caption: str, path: Path) -> Path:
-    """Speed-up, or S where plain decoding did not run, over W and N; of several G the best, which is written too."""
+    """Plot one method's speed-up over window size W and n-gram size N; a cell has the best G, which is written into it.
+
+    Where plain decoding did not run, S (generated tokens a decode step) takes the place of the speed-up.
+
+    Args:
+        found: totals of one method under settings that differ in W, N and G.
+        caption: model, hardware and task.
+        path: where the PNG goes.
+
+    Returns:
+        `path`.
+    """
     timed = all(total.speedup for total in found)
 
     def value(total: Total) -> float:
@@ -256,7 +312,7 @@ def heat_map(found: Sequence[Total], caption: str, path: Path) -> Path:
 
 
 def _colours(values: Sequence[float]) -> dict[str, Any]:
-    """White at 1, where nothing is gained or lost, and as far to both sides: 0.5 and 2 are as dark."""
+    """A colour scale that is white at 1, no gain and no loss, and symmetric: 0.5 and 2 are equally dark."""
     far = max(1.1, *(max(value, 1 / value) if value > 0 else 1.1 for value in values))
     norm = FuncNorm((lambda x: np.log(np.maximum(x, 1e-9)), np.exp), vmin=1 / far, vmax=far)
     return {"cmap": "PuOr", "norm": norm}
@@ -266,7 +322,16 @@ LENGTHS = ((0, 0), (1, 1), (2, 2), (3, 3), (4, 7), (8, 15), (16, 31), (32, 10**6
 
 
 def accepted_plot(found: Sequence[Total], caption: str, path: Path) -> Path:
-    """How many draft tokens steps accept: the share of the steps of each method by length."""
+    """Plot how many draft tokens the decode steps accept: for each method, the share of its steps by that number.
+
+    Args:
+        found: totals by method.
+        caption: model, hardware and settings.
+        path: where the PNG goes.
+
+    Returns:
+        `path`.
+    """
     names = [str(low) if low == high else f"{low}-{high}" for low, high in LENGTHS[:-1]] + [f"{LENGTHS[-1][0]}+"]
     width = 0.84 / len(found)
     numbers = method_numbers(total.method for total in found)
@@ -284,7 +349,16 @@ def accepted_plot(found: Sequence[Total], caption: str, path: Path) -> Path:
 
 
 def time_plot(found: Sequence[Total], caption: str, path: Path) -> Path:
-    """Where a step's time goes, a bar a method: mean of all steps and ranks."""
+    """Plot the mean time of a decode step, split into forward pass, exchange and host, with a bar for each method.
+
+    Args:
+        found: totals by method.
+        caption: model, hardware and settings.
+        path: where the PNG goes.
+
+    Returns:
+        `path`.
+    """
     with figure(path, caption, 1.0 + 0.2 * len(found)) as (drawn, (axes,)):
         left = [0.0] * len(found)
         for part, colour in zip(PARTS, COLOURS, strict=False):
@@ -302,7 +376,18 @@ def time_plot(found: Sequence[Total], caption: str, path: Path) -> Path:
 
 
 def tokens_plot(found: Sequence[Total], caption: str, path: Path) -> Path:
-    """S by the tokens of a step, on a logarithmic axis, on which the paper's scaling law is a line."""
+    """Plot S, the generated tokens a decode step, over the tokens of a step, with a point for each setting.
+
+    The axis of tokens is logarithmic: the paper's scaling law is a straight line on it.
+
+    Args:
+        found: totals of lookahead methods under settings that differ in W, N or G.
+        caption: model, hardware and task.
+        path: where the PNG goes.
+
+    Returns:
+        `path`.
+    """
     with figure(path, caption, 2.5) as (drawn, (axes,)):
         for method, number in method_numbers(total.method for total in found).items():
             of_method = sorted((t for t in found if t.method == method), key=lambda total: total.tokens_a_step)

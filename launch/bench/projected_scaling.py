@@ -1,4 +1,4 @@
-"""Lines of a scaling table that are projected from this device: every world size over every link."""
+"""Make the projected lines of a scaling table on this device: every number of ranks over every link."""
 
 from __future__ import annotations
 
@@ -23,9 +23,14 @@ LOOKAHEAD = "lookahead"  # the decoder that is projected, with W, N and G as the
 
 
 def project_all(config: ScalingConfig, bench: Bench) -> list[Line]:
-    """Every world size and link, the same total shape and, with `weak`, the same shape a rank.
+    """Project decoding speed on every number of ranks over every link: the lines of the scaling table.
 
-    World sizes and plain decoding alternate in each of ROUNDS rounds behind a first one that is not counted.
+    The ranks share the config's W and G between them; with `weak`, lines are added in which every rank has W and G of
+    its own. Ranks and plain decoding are timed in alternation, ROUNDS times after a warm-up round.
+
+    Args:
+        config: the config, with `projected_ranks`, `links` and `weak`.
+        bench: the loaded model with its decoders and prompts.
     """
     links = {name: Link(**vars(link)) for name, link in config.links.items()}
     ids = [bench.encode(prompt) for _, prompt in bench.fitting()]
@@ -61,7 +66,7 @@ def _counted(run: Callable[[], T], wait: Wait) -> T:
 
 
 def _widened(bench: Bench, factor: int) -> lp.LookaheadDecoder:
-    """The decoder with `factor` times W and G."""
+    """The lookahead decoder with `factor` times its W and G, for weak scaling."""
     decoder = bench.decoders[LOOKAHEAD]
     attention = bench.config.attention
     assert isinstance(decoder, lp.LookaheadDecoder)

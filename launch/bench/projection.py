@@ -1,8 +1,8 @@
-"""The speed of R ranks projected from one device, which runs and times every rank's exact share of every step in turns.
+"""Project the speed of R ranks from one device, which runs and times every rank's exact share of every step in turn.
 
-One rank after the other runs the very decoder alone, with the collectives of a recorded run, so that forward pass and
-host time are its own. A step takes as long as its slowest rank, plus the collective as a model of the link has it.
-Ranks are taken to be alike, each with a device and a memory of its own.
+Each rank runs the real decoder alone, with the collectives of a recorded run, so forward pass and host time are
+measured. A step takes as long as its slowest rank, plus the time of the collective by a model of the link. Every rank
+is assumed to have an equal device and memory of its own.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from .one_rank import Decode, RecordedCollectives, check_alike, idle_model, reco
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """The alpha-beta model of a ring all-gather.
+    """A connection between ranks, modelled to tell the seconds of a ring all-gather: latency plus bytes / bandwidth.
 
     Args:
-        base_us: what any collective takes, in microseconds.
-        hop_us: what each of its R - 1 steps takes, in microseconds.
+        base_us: microseconds of any collective.
+        hop_us: microseconds of each of its R - 1 hops.
         gb_s: bandwidth between neighbours, in 10^9 bytes a second.
-        source: where the figures are from.
+        source: origin of the figures, for people, as in "data sheet".
     """
 
     base_us: float
@@ -41,7 +41,12 @@ class Link:
     source: str
 
     def all_gather_s(self, ranks: int, payload_bytes: int) -> float:
-        """Seconds to gather this many bytes from each rank; nothing for one rank."""
+        """Seconds of an all-gather; 0 for one rank.
+
+        Args:
+            ranks: R, how many ranks there are.
+            payload_bytes: bytes of each rank's message.
+        """
         if ranks == 1:
             return 0.0
         hop_us = self.hop_us + payload_bytes / (1e3 * self.gb_s)
@@ -49,7 +54,15 @@ class Link:
 
     @classmethod
     def measured(cls, context: ParallelContext, source: str, rounds: int = 200) -> Link:
-        """The ranks' link: medians of gathers of 8 bytes and of 1 MiB a rank, in turn; `hop_us` has all the latency."""
+        """Measure the link between this run's ranks: medians of all-gathers of 8 bytes and of 1 MiB a rank, in turn.
+
+        All latency is put into `hop_us`. Every rank calls this.
+
+        Args:
+            context: this rank's context; there are several ranks.
+            source: names the measurement, for people.
+            rounds: how many all-gathers of each size.
+        """
         messages = [torch.zeros(words, dtype=torch.int64, device=context.device) for words in (1, 1 << 17)]
         seconds: list[list[float]] = [[], []]
         for _ in range(rounds):
@@ -65,14 +78,16 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Projected:
-    """The projection of R ranks on a text.
+    """Projected times of one prompt on R ranks, still without the time of the exchange: `decode_s` adds a link's.
 
     Args:
-        ranks: R.
-        tokens, steps: new tokens and steps, which all ranks have alike.
+        ranks: R, how many ranks there are.
+        tokens: generated tokens.
+        steps: decode steps, equal on all ranks.
         compute_s: seconds of all steps, each as long as its slowest rank.
-        forward_s, host_s: the forward passes' and the host's parts of these seconds.
-        num_tokens: mean step tokens of the largest rank.
+        forward_s: part of these seconds in forward passes.
+        host_s: part of these seconds on the host.
+        num_tokens: mean step tokens of the rank that computes most.
         payload_bytes: bytes of a rank's message in a step's all-gather.
     """
 
@@ -86,7 +101,11 @@ class Projected:
     payload_bytes: int
 
     def decode_s(self, link: Link) -> float:
-        """Seconds of decoding, with one all-gather a step."""
+        """Seconds of decoding over a link, with one all-gather a step.
+
+        Args:
+            link: the model of the connection between the ranks.
+        """
         return self.compute_s + self.steps * link.all_gather_s(self.ranks, self.payload_bytes)
 
 
@@ -95,15 +114,15 @@ Run = list[GenerationOutput]  # by rank
 
 @dataclass(frozen=True, kw_only=True)
 class Projection:
-    """Decodes a text as each of R ranks would, on this one device.
+    """Decodes a prompt as each of R ranks would, one after the other on this device, to time every rank's steps.
 
     Args:
-        decoder: runs as every rank in turn; it is left in the context of one of them.
-        decode: calls the decoder once, its seed known if it samples.
-        ranks: R.
+        decoder: the decoder to run; afterwards its context is that of one of the ranks.
+        decode: runs a decoder on the prompt, with a known seed if it samples.
+        ranks: R, how many ranks there are.
 
     Raises:
-        ValueError: as `check_projectable`.
+        ValueError: the decoder's config cannot be projected: see `check_projectable`.
     """
 
     decoder: LookaheadDecoder
@@ -115,7 +134,11 @@ class Projection:
 
     @cached_property
     def recorded(self) -> RecordedCollectives:
-        """Collectives of all ranks, whose steps are not captured, since threads cannot capture at the same time."""
+        """The recorded collectives of all ranks, run as threads, which `run` replays rank by rank; made at the first
+        use.
+
+        That run captures no steps, since threads cannot capture CUDA graphs at the same time.
+        """
 
         def build(context: ParallelContext) -> LookaheadDecoder:
             own = self.decoder
@@ -127,7 +150,7 @@ class Projection:
         return record(build, self.decode, self.ranks)
 
     def run(self) -> Run:
-        """Decode the text as every rank in turn, each alone on this device.
+        """Decode the prompt as every rank in turn, each alone on this device; the outputs by rank.
 
         Raises:
             KeyboardInterrupt: a signal came meanwhile.
@@ -136,29 +159,46 @@ class Projection:
         return [replayed(build, self.decode, rank, self.ranks, self.recorded)() for rank in range(self.ranks)]
 
     def summed(self, runs: Sequence[Run]) -> Projected:
-        """Several runs as one: a rank's time for a step is the median, or the slowest rank would be the unluckiest."""
+        """The projected times from several runs: a rank's time for a step is its median over the runs.
+
+        With a single run the slowest rank of a step would often be just the unluckiest.
+
+        Args:
+            runs: results of `run`.
+        """
         return _summed(runs, self.recorded.payload_bytes)
 
     def host_runs(self, rounds: int) -> list[Run]:
-        """Runs of every rank with a model that computes nothing: host times as beside a GPU."""
+        """Run every rank with a model that computes nothing, so that the host's time is measured as beside a GPU.
+
+        Args:
+            rounds: how many runs.
+        """
         self.recorded  # noqa: B018 - recorded before the model is idle
         with idle_model(self.decoder.runner):
             return [self.run() for _ in range(rounds)]
 
     def slowest_host_s(self, runs: Sequence[Run]) -> float:
-        """Host time of a step of the slowest rank, for a device on which the forward passes of all ranks take as long.
+        """Mean host seconds of a decode step on the slowest rank.
 
-        A step's is the least of the runs, which do the same: what is more is other work of the machine.
+        Of several runs the least time of a step counts: anything above it is other work of the machine.
+
+        Args:
+            runs: results of `host_runs`.
         """
         by_rank = ([run[rank].step_stats for run in runs] for rank in range(self.ranks))
         return max(fmean(min(s.host_s for s in step) for step in zip(*of_runs, strict=True)) for of_runs in by_rank)
 
 
 def check_projectable(config: LookaheadConfig) -> None:
-    """Refuse what ranks cannot be timed with.
+    """Refuse a decoder whose ranks cannot be timed one after the other.
+
+    Args:
+        config: the decoder's config.
 
     Raises:
-        ValueError: kv_sync=broadcast, whose second collective has no model here, or a pool that remembers other texts.
+        ValueError: kv_sync=broadcast, whose second collective has no model here; a pool that remembers other texts; or
+            an adaptive decoder.
     """
     if config.ablation.kv_sync is KVSync.BROADCAST:
         raise UserError("kv_sync is 'broadcast', whose second collective is not modelled; project kv_sync=recompute")
@@ -166,13 +206,13 @@ def check_projectable(config: LookaheadConfig) -> None:
 
 
 def _in_context(decoder: LookaheadDecoder, context: ParallelContext) -> LookaheadDecoder:
-    """The decoder, moved behind its constructor, which would compare models that are one."""
+    """The decoder with another context, set here: its constructor would compare models that are one and the same."""
     decoder.context = context
     return decoder
 
 
 def _summed(runs: Sequence[Run], payload_bytes: int) -> Projected:
-    """Every step as its slowest rank takes it, each rank's time the median over runs."""
+    """Add up steps, each as long as its slowest rank; a rank's time for a step is the median over the runs."""
     first = runs[0]
     forward_s = 0.0
     host_s = 0.0

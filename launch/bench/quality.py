@@ -1,6 +1,6 @@
-"""Quality of a text: its perplexity under the model, how much it repeats itself, ROUGE against a reference.
+"""Quality of a generated text: perplexity under the model, repetition, and ROUGE against a reference.
 
-L: tokens of prompt and text, V: vocabulary.
+L: tokens of prompt and generated text, V: vocabulary.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ DISTINCT = (1, 2, 3, 4)
 
 @torch.inference_mode()
 def perplexity(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> float:
-    """The text's perplexity behind its prompt, by one forward pass: e to the mean negative log-likelihood of a token.
+    """The model's perplexity on a generated text: e to the mean negative log-likelihood of its tokens. Lower is better.
 
     Args:
-        model: a causal LM.
-        prompt: its tokens, at least one.
-        tokens: the text's tokens, at least one.
+        model: a causal LM, which runs one forward pass.
+        prompt: token ids of the prompt, at least one.
+        tokens: token ids of the generated text, at least one.
     """
     ids = torch.tensor([[*prompt, *tokens]], device=model.device)  # (1, L)
     logits = model(ids[:, :-1], use_cache=False, logits_to_keep=len(tokens)).logits[0].float()  # (tokens, V)
@@ -36,23 +36,35 @@ def perplexity(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> floa
 
 
 def distinct(tokens: Sequence[int], n: int) -> float | None:
-    """Different n-grams among all of the text's; None where it has none."""
+    """Share of different n-grams among all of a text: 1.0 repeats none. None for a text of less than n tokens.
+
+    Args:
+        tokens: token ids of the text.
+        n: tokens of an n-gram.
+    """
     grams = [tuple(tokens[at : at + n]) for at in range(len(tokens) - n + 1)]
     return len(set(grams)) / len(grams) if grams else None
 
 
 def check_rouge(references: Iterable[str | None]) -> None:
-    """Refuse references that nothing here can compare a text with.
+    """Refuse to compare texts with references if the package for it is missing, before a model is loaded.
+
+    Args:
+        references: reference texts of the prompts; None for a prompt without.
 
     Raises:
-        ValueError: rouge-score is not installed.
+        ValueError: there is a reference, and rouge-score is not installed.
     """
     if any(references) and not is_installed("rouge_score"):
         raise UserError("ROUGE needs the package rouge-score; pip install rouge-score")
 
 
 def rouge(text: str, reference: str) -> dict[str, float]:
-    """F-measures with stemming, as the summarisation papers report them.
+    """ROUGE-1, ROUGE-2 and ROUGE-L of a text as F-measures from 0 to 1 with stemming, as in papers on summarisation.
+
+    Args:
+        text: the generated text.
+        reference: the text to compare it with.
 
     Raises:
         ValueError: rouge-score is not installed.
@@ -72,14 +84,18 @@ def assess(
     reference: str | None,
     difference: Difference | None,
 ) -> dict[str, Any]:
-    """All figures of one method's text.
+    """All quality figures of one method's text, for its record.
 
     Args:
-        model: the one that wrote it.
-        prompt: its tokens.
-        tokens, text: the method's.
-        reference: the task's, if it has one.
-        difference: the first from plain decoding's text, if there is any.
+        model: the causal LM that generated the text.
+        prompt: token ids of the prompt.
+        tokens: token ids of the text.
+        text: the text.
+        reference: a reference text; None where the task has none.
+        difference: first difference from plain decoding's text; None for equal texts.
+
+    Returns:
+        "perplexity", "distinct" by n, "rouge", "differs_at" (index of the first differing token) and "near_tie".
     """
     return {
         "perplexity": perplexity(model, prompt, tokens),

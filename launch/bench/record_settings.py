@@ -1,4 +1,4 @@
-"""The settings that a record was measured with, by which records of different runs are told apart."""
+"""Settings with which a record was measured; records of different settings are never added up."""
 
 from __future__ import annotations
 
@@ -17,9 +17,17 @@ from .methods import bare_name
 def settings_of(
     config: BenchmarkConfig, methods: list[str], sampling: lp.SamplingParams | None, ranks: int, parameters: int
 ) -> dict[str, Any]:
-    """All that a figure depends on beside prompt and machine.
+    """All settings on which a measurement depends, beside prompt and machine; their digest names the record file.
 
-    G is the one that was used, or where methods have defaults of their own, a dict by method.
+    Args:
+        config: the benchmark's config.
+        methods: names of the methods that are measured.
+        sampling: how texts are sampled, its seed known; None is greedy.
+        ranks: world size.
+        parameters: parameters of the model.
+
+    Returns:
+        Values for JSON by name. "G" is the guess set size, or a dict by method where methods have different defaults.
     """
     model = config.model
     decoder: dict[str, Any] = {"name": config.decoder.name}

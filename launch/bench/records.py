@@ -1,7 +1,7 @@
-"""The records of a benchmark in a file: one JSON object a line for each prompt and method, appended as it is measured.
+"""Record files of benchmarks: one JSON object a line for each prompt and method, appended as it is measured.
 
-A prompt's records are one write that reaches the disk before the next prompt begins. A process that is killed leaves at
-most a torn tail, which the next one drops: no record is lost that was written, and none is written twice.
+The records of one prompt are one write, which is on the disk before the next prompt begins. A killed process leaves at
+most an incomplete end, which the next run cuts off: no written record is lost, and none is written twice.
 """
 
 from __future__ import annotations
@@ -21,25 +21,38 @@ Record = dict[str, Any]
 
 
 class NoRecordsError(UserError):
-    """There are no records where some were expected."""
+    """A folder or file that should have benchmark records has none."""
 
 
 def digest(value: Any) -> str:
-    """Ten hex digits that tell settings or prompts apart."""
+    """Ten hex digits of a SHA-256, by which settings and prompts are told apart.
+
+    Args:
+        value: any value that JSON can hold; the order of dict keys does not count.
+    """
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:10]
 
 
 def slug(name: str) -> str:
-    """A name as part of a file name: letters, digits, points, dashes and underscores, and no folder."""
+    """A name as a safe part of a file name: "a b/c" becomes "a-b-c".
+
+    Args:
+        name: any text; beyond 80 characters it is cut.
+    """
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-")[:80] or "unnamed"
 
 
 def load_records(path: str | Path) -> list[Record]:
-    """The records of a file, or of all files in a folder, sorted by name; the last line counts only with its end.
+    """Read the records in a file, or in all *.jsonl files below a folder, in the order of their names.
+
+    A last line without a line end was not written completely, and is skipped.
+
+    Args:
+        path: the file or folder.
 
     Raises:
-        NoRecordsError: no records there.
-        ValueError: a line that is no record, named by its number.
+        NoRecordsError: there are no records.
+        ValueError: a line is no record; the message has its number.
     """
     path = Path(path)
     files = sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]
@@ -50,7 +63,7 @@ def load_records(path: str | Path) -> list[Record]:
 
 
 def _lines(path: Path, data: bytes) -> list[tuple[Record, int]]:
-    """Every record with the byte behind it."""
+    """Every record, with the offset of the byte behind it."""
     found = []
     end = 0
     for number, line in enumerate(data.split(b"\n")[:-1], 1):
@@ -67,14 +80,18 @@ def _lines(path: Path, data: bytes) -> list[tuple[Record, int]]:
 
 
 class RecordFile:
-    """A file of records that one process at a time extends.
+    """A record file open for appending, by one process at a time; knows which prompts are finished.
 
     Args:
-        path: made if it is not there, with its folder; a torn tail, or a last prompt without all methods, is cut off.
-        methods: the methods that every prompt has a record of.
+        path: the file; created with its folder if missing. An incomplete end, or a last prompt without all methods, is
+            cut off.
+        methods: names of the methods; every prompt has a record of each, in this order.
+
+    Attributes:
+        records: all records in the file.
 
     Raises:
-        ValueError: another process has the file open, it cannot be written, or it holds something else.
+        ValueError: another process has the file open, it cannot be written, or it holds records of other methods.
     """
 
     def __init__(self, path: Path, methods: Sequence[str]) -> None:
@@ -92,7 +109,7 @@ class RecordFile:
         self.records = self._whole(_lines(path, self._file.read()))
 
     def _whole(self, lines: list[tuple[Record, int]]) -> list[Record]:
-        """The records of finished prompts; the rest is cut off the file."""
+        """The records of finished prompts; what comes after them is cut off the file."""
         step = len(self._methods)
         finished = len(lines) // step * step
         for first in range(0, finished, step):
@@ -106,11 +123,15 @@ class RecordFile:
 
     @property
     def done(self) -> dict[int, str]:
-        """The digest of every finished prompt by its index."""
+        """Digest of each finished prompt's text, by the prompt's index."""
         return {record["index"]: record["prompt_digest"] for record in self.records}
 
     def append(self, records: Iterable[Record]) -> None:
-        """Add one prompt's records, which are on the disk when this returns."""
+        """Append the records of one prompt; they are on the disk when this returns.
+
+        Args:
+            records: one record for each method, in the file's order of methods.
+        """
         added = list(records)
         assert [record["method"] for record in added] == self._methods, "a prompt's records are written together"
         self._file.write("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in added).encode())
@@ -119,5 +140,5 @@ class RecordFile:
         self.records += added
 
     def close(self) -> None:
-        """Close the file, so that another process can extend it."""
+        """Close the file, so that another process may extend it."""
         self._file.close()

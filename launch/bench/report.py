@@ -1,6 +1,6 @@
-"""A folder of results as plots and one HTML file, which opens without a network.
+"""Draw a folder of results as plots and one HTML file, which opens without a network.
 
-The benchmark and the scaling app end with it; `python -m launch.bench.report FOLDER` draws them again.
+A sweep of lp benchmark ends with it; `python -m launch.bench.report FOLDER` draws any results again.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ img { width: 100%; background: #fff } pre { white-space: pre-wrap; font-size: 12
 
 
 def write_report(folder: Path) -> list[Path]:
-    """Make the plots that the results allow, and report.html with these, the tables and the settings.
+    """Draw the plots that a folder's results allow, and write report.html with plots, tables and settings.
 
     Args:
-        folder: what launch.benchmark or launch.scaling wrote to; subfolders count.
+        folder: what lp benchmark or lp scaling wrote to; subfolders count.
 
     Returns:
-        The files that were written.
+        The files that were written, report.html last.
 
     Raises:
         ValueError: no results there.
@@ -75,7 +75,11 @@ def write_report(folder: Path) -> list[Path]:
 
 
 def read_lines(path: Path) -> list[Line]:
-    """The lines of a scaling.csv; none if there is no such file."""
+    """Read the lines of a scaling table from a scaling.csv; an empty list if there is no such file.
+
+    Args:
+        path: the file.
+    """
     if not path.is_file():
         return []
     with path.open(newline="", encoding="utf-8") as file:
@@ -89,7 +93,7 @@ def _line(record: dict[str, str]) -> Line:
 
 
 def _plots(found: Sequence[Total], setting: str, folder: Path) -> list[Path]:
-    """Figures by task where one setting was run on them; over W, N and step tokens where these vary."""
+    """Plots by task for results of one setting; over W, N and step tokens for results that differ in these."""
     differ = {*varying(found)}
     pictures: list[Path] = []
     ours = [total for total in found if total.method.startswith("lookahead")]
@@ -110,13 +114,13 @@ def _plots(found: Sequence[Total], setting: str, folder: Path) -> list[Path]:
 
 
 def _best(found: Sequence[Total]) -> Total | None:
-    """The fastest against plain decoding of its run; None where plain decoding did not run."""
+    """The totals with the highest speed-up over plain decoding; None where plain decoding did not run."""
     compared = [total for total in found if total.speedup is not None and total.method not in (PLAIN, ORACLE)]
     return max(compared, key=lambda total: total.speedup or 0.0, default=None)
 
 
 def _best_line(best: Total) -> str:
-    """The best of the table, with the spread of its rounds."""
+    """A sentence about the fastest method, with the range of its rounds."""
     rounds = spread(best.speedups)
     said = "one round, no known spread" if rounds == "-" else f"{rounds} in its rounds"
     text = f"{best.method}, {best.speedup:.2f}x plain decoding ({said}), S = {best.compression:.2f}"
@@ -124,7 +128,7 @@ def _best_line(best: Total) -> str:
 
 
 def _table(heads: Sequence[str], body: Sequence[Sequence[str]], best: int | None = None) -> str:
-    """Cells as they are; the line of index `best` is marked."""
+    """A table in HTML; the line with index `best` is marked."""
     head = "".join(f"<th>{html.escape(name)}</th>" for name in heads)
     parts = [f"<tr>{head}</tr>"]
     for number, line in enumerate(body):
@@ -134,7 +138,7 @@ def _table(heads: Sequence[str], body: Sequence[Sequence[str]], best: int | None
 
 
 def _picture(path: Path, command: str) -> str:
-    """The figure itself, under it its name and the command that draws it."""
+    """A plot inside the page, with its name and the command that draws it."""
     data = base64.b64encode(path.read_bytes()).decode()
     name = html.escape(path.stem.replace("_", " "))
     caption = f"<figcaption>{name}: <code>{html.escape(command)}</code></figcaption>"
@@ -142,7 +146,7 @@ def _picture(path: Path, command: str) -> str:
 
 
 def _origins(found: Sequence[Total]) -> str:
-    """Each command that measured, its commit, and the first and the last day of its records."""
+    """A table of the commands that measured: each with its commit and the days of its first and last record."""
     days: dict[tuple[str, str], list[str]] = {}
     for total in found:
         for record in total.records:
@@ -159,7 +163,11 @@ def _settings(found: Sequence[Total]) -> str:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Draw a folder's plots and its report again, and name the files."""
+    """Draw a folder's plots and report, and print the paths: `python -m launch.bench.report FOLDER`.
+
+    Args:
+        args: the command line's arguments; None takes sys.argv.
+    """
     parser = argparse.ArgumentParser(prog=module_command("bench.report"), description=__doc__)
     parser.add_argument("folder", type=Path, help="what the benchmark or the scaling app wrote to; subfolders count")
     try:

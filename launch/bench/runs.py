@@ -1,4 +1,4 @@
-"""A benchmark's session: its methods behind one call, the file of its records, and what a record holds."""
+"""A benchmark's session: its methods behind one kind of call, its record file, and the content of a record."""
 
 from __future__ import annotations
 
@@ -54,13 +54,16 @@ Once = Callable[[list[int], int], GenerationOutput]
 
 @dataclass(frozen=True, kw_only=True)
 class Bench(Session[BenchmarkConfig]):
-    """A session whose methods are called alike, whichever ranks run them.
+    """A loaded model with the methods that a benchmark measures; each is called alike, whichever ranks run it.
+
+    The arguments of `Session` come first.
 
     Args:
-        runs: by method, what continues a prompt by so many tokens; every rank calls it.
-        path: the file of the records.
-        settings: what tells these records from those of other settings.
-        origin: command and commit, which every record names.
+        runs: by method, a function of (token ids of a prompt, most new tokens) that decodes once. Every rank calls it,
+            also for methods that run on rank 0 alone.
+        path: the record file.
+        settings: settings of the measurement, which every record repeats.
+        origin: command and commit of this run, which every record repeats.
     """
 
     runs: Mapping[str, Once]
@@ -69,7 +72,11 @@ class Bench(Session[BenchmarkConfig]):
     origin: dict[str, str | None] = field(default_factory=dict)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """The prompt's tokens; with `prompt_tokens`, behind those of the prompts before it up to that length."""
+        """Token ids of a prompt; with prompt_tokens=N in the config, lengthened to N tokens by prompts in front of it.
+
+        Args:
+            prompt: one of `prompts`.
+        """
         ids = super().encode(prompt)
         if self.config.prompt_tokens is None:
             return ids
@@ -81,7 +88,18 @@ class Bench(Session[BenchmarkConfig]):
         return lengthened(ids, others, self.config.prompt_tokens, tokenizer.bos_token_id)
 
     def shares(self, method: str, result: Measured) -> list[dict[str, float]]:
-        """Mean tokens and milliseconds of a step on every rank that ran the method, and its most memory in bytes."""
+        """Gather each rank's mean step tokens, step times in milliseconds and peak memory in bytes of one method's run.
+
+        Every rank calls this.
+
+        Args:
+            method: name of the method.
+            result: the run on this rank.
+
+        Returns:
+            By rank, "num_tokens", "forward_ms", "exchange_ms", "host_ms" and "peak_bytes"; only ranks that ran the
+            method.
+        """
         steps = result.output.step_stats
         names = ("num_tokens", "forward_s", "exchange_s", "host_s")
         # Nanoseconds and billionths of a token, as the collective carries integers.
@@ -95,9 +113,16 @@ class Bench(Session[BenchmarkConfig]):
         ]
 
     def compared(self, prompt: Prompt, measured: Mapping[str, Measured]) -> list[Difference] | None:
-        """Where methods part from plain decoding; None on other ranks than 0, and where nothing is compared.
+        """Compare all methods' tokens on one prompt with plain decoding's.
 
-        All ranks call it: those that hold a model between them must compute together, others wait for rank 0.
+        All ranks call it: ranks that hold a model between them compute together, the others wait for rank 0.
+
+        Args:
+            prompt: the prompt.
+            measured: the methods' runs on it.
+
+        Returns:
+            The differences; None where nothing is compared, and on ranks other than 0 that only wait.
         """
         if measured.keys().isdisjoint((PLAIN, ORACLE)) or self.in_distribution:
             return None
@@ -119,7 +144,15 @@ class Bench(Session[BenchmarkConfig]):
         shares: Mapping[str, list[dict[str, float]]],
         found: list[Difference] | None,
     ) -> list[Record]:
-        """The records of one prompt, one a method; `found` is what `compared` gave."""
+        """Make the records of one prompt, one for each method.
+
+        Args:
+            index: the prompt's index in the task.
+            prompt: the prompt.
+            measured: the methods' runs on it.
+            shares: by method, the result of `shares`.
+            found: the result of `compared`.
+        """
         ids = self.encode(prompt)
         by_method = {difference.method: difference for difference in found or []}
         head = {"task": self.config.task.name, "index": index, "task_id": prompt.task_id}
@@ -147,20 +180,27 @@ class Bench(Session[BenchmarkConfig]):
 
 
 def captured(decoder: Decoder | None) -> str | None:
-    """How a decoder of ours captures its steps; None for one that does not."""
+    """How an lp decoder captures its steps, as in "graph"; None for a decoder that does not, and for baselines.
+
+    Args:
+        decoder: the decoder; None where this rank has none.
+    """
     runner = getattr(decoder, "runner", None)
     return str(runner.captured.mode) if runner is not None and runner.captured else None
 
 
 class ModelCache:
-    """The model of one job, for the next job of a sweep if its settings are the same."""
+    """Keeps a loaded model from one job of a sweep to the next, so that jobs with equal model settings load it once."""
 
     def __init__(self) -> None:
         self._settings: Any = None
         self._opened: tuple[lp.ParallelContext, Loaded] | None = None
 
     def open(self, config: BenchmarkConfig) -> tuple[lp.ParallelContext, Loaded]:
-        """This rank's context and the model on its device.
+        """This rank's context and the loaded model: the last job's if its settings are equal, else a new one.
+
+        Args:
+            config: this job's config.
 
         Raises:
             ValueError: a user error, with its remedy.
@@ -174,11 +214,11 @@ class ModelCache:
 
 
 def open_bench(config: BenchmarkConfig, models: ModelCache) -> Bench:
-    """Check everything that can be checked without the model, then load it.
+    """Check a benchmark's config as far as possible without the model, then load the model and build its methods.
 
     Args:
         config: this job's config.
-        models: holds the model of the job before.
+        models: keeps the model from job to job.
 
     Raises:
         ValueError: a user error, with its remedy.
@@ -232,7 +272,7 @@ def _once(bench: Bench, name: str) -> Once:
         return bench.run(bench.decoders[name], ids, tokens)
 
     def alone(ids: list[int], tokens: int) -> GenerationOutput:
-        """Decode on rank 0, while the others wait: for methods that have no use for several ranks."""
+        """Decode on rank 0 while the others wait: for methods that have no use for several ranks."""
         return on_main(bench.context, partial(together, ids, tokens)) or GenerationOutput([], "", [])
 
     # Replicas that span ranks decode all at once, each for itself, where they share no steps.
@@ -240,7 +280,11 @@ def _once(bench: Bench, name: str) -> Once:
 
 
 def folder_of(config: BenchmarkConfig) -> Path:
-    """The folder of the records: `out`, or this run's folder, which the jobs of a sweep share."""
+    """The folder of the record files: the key `out`, else the run's own folder, which the jobs of a sweep share.
+
+    Args:
+        config: this job's config.
+    """
     return Path(config.out) if config.out else folder_of_run()
 
 

@@ -1,4 +1,7 @@
-"""Lines of a scaling table: a method on R ranks, measured in launches or projected from one device."""
+"""Lines of a scaling table: a method on R ranks, measured in launches or projected from one device.
+
+A replica is a copy of the model, held by one rank or by `tp` ranks between them. S: generated tokens a decode step.
+"""
 
 from __future__ import annotations
 
@@ -27,25 +30,30 @@ HEADS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """A line of the scaling table: a method on R ranks, measured or projected.
+    """A line of the scaling table: the speed of a method on R ranks, measured or projected.
 
     Args:
-        method, ranks: its name, and R.
-        least, most: range of the speed-ups over several rounds or runs; None for one.
-        tp: how many of the ranks hold a model between them.
+        method: name of the method.
+        ranks: R, how many ranks there are.
         kind: MEASURED or PROJECTED.
-        link: the link of a projection, and "weak" where every rank has the same shape; None where it was measured.
-        W, G: window and guess set of all ranks together; None for methods without.
-        tokens_per_s: decode speed.
-        speedup: against plain decoding on one device, or on one replica, with nothing else running.
-        launch: ranks of the launch that it was measured in; None where it was projected.
-        speedup_in_launch: against plain decoding on one device, or replica, of the same launch, whose ranks may share
-            cores; None where it was projected.
-        compression: S.
-        num_tokens: tokens of a step on the rank that has most.
-        forward_ms, exchange_ms, host_ms: a step; of several ranks the slowest's, or of measured ones their mean.
-        efficiency: speed over as many times that of the method on one replica as there are; of plain decoding where
-            there is none.
+        link: name of a projection's link, with ", weak" behind it where W and G grow with the ranks; None if measured.
+        W: window size of all ranks together; None for methods without a lookahead window.
+        G: guess set size of all ranks together; None for methods without.
+        tokens_per_s: decoding speed.
+        speedup: this speed over plain decoding on one replica with nothing else running; None without plain decoding.
+        compression: S, generated tokens a decode step.
+        num_tokens: mean step tokens of the rank that computes most.
+        forward_ms: milliseconds a step in the forward pass: mean of the measured ranks, or the slowest projected
+            rank's.
+        exchange_ms: milliseconds a step in collectives: mean of the measured ranks, or the link's.
+        host_ms: milliseconds a step on the host: mean of the measured ranks, or the slowest projected rank's.
+        efficiency: `speedup` divided by the number of replicas and by the method's speed-up on one replica, which
+            counts as 1 where it was not measured: 1.0 is perfect scaling.
+        tp: how many ranks hold a replica (a copy of the model) between them; 1 where each rank has its own.
+        least: least speed-up of several rounds or runs; None for a single one.
+        most: largest speed-up of several rounds or runs; None for a single one.
+        launch: world size of the launch in which the line was measured; None if projected.
+        speedup_in_launch: speed over plain decoding in the same launch, whose ranks may share cores; None if projected.
     """
 
     method: str
@@ -70,22 +78,22 @@ class Line:
 
     @property
     def shares_the_machine(self) -> bool:
-        """Whether the line was measured on a part of a launch's ranks."""
+        """Whether the method ran on a part of a launch's ranks, so that other ranks may have taken cores from it."""
         return self.launch is not None and self.launch > self.ranks
 
     @property
     def series(self) -> str:
-        """The name of the curve in a plot on which this line is a point."""
+        """The name of the curve in a plot to which this line's point belongs, as in "lookahead, tp 2"."""
         if self.tp > 1:
             return f"{self.method}, tp {self.tp}"
         return self.method if self.link is None else f"{self.method}, {self.link} (projected)"
 
     def figures(self) -> dict[str, Any]:
-        """All figures as data, for a line of CSV or JSON."""
+        """All fields by name, for a line of CSV or JSON."""
         return asdict(self)
 
     def cells(self) -> list[str]:
-        """The cells of a table with HEADS."""
+        """The line's cells as text, in the order of HEADS."""
         kind = self.kind if self.link is None else f"**{self.kind}**, {self.link}"
         shape = ["-" if value is None else str(value) for value in (self.W, self.G)]
         speeds = ["-" if self.speedup is None else f"{self.speedup:.2f}x"]
@@ -99,7 +107,14 @@ class Line:
 
 
 def scaling_table(lines: Sequence[Line]) -> tuple[list[str], list[list[str]]]:
-    """Heads and cells; the spread has a column where several rounds were measured, launches of several ranks theirs."""
+    """Column heads and cells of a scaling table, without columns that would be empty.
+
+    The range over rounds needs several rounds; the speed-up within a launch needs a launch that runs methods on some of
+    its ranks.
+
+    Args:
+        lines: the lines of the table.
+    """
     heads, cells = [*HEADS], [line.cells() for line in lines]
     empty = {
         SPREAD: all(line.least is None for line in lines),
@@ -113,17 +128,22 @@ def scaling_table(lines: Sequence[Line]) -> tuple[list[str], list[list[str]]]:
 
 
 def plain_rate(records: Sequence[Record]) -> float | None:
-    """Tokens/s of plain decoding in one launch, which others are compared with; None where it did not run."""
+    """Tokens/s of plain decoding in one launch; None where it did not run.
+
+    Args:
+        records: records of the launch.
+    """
     plain = totals(records)[0].plain
     return plain.tokens_per_s if plain else None
 
 
 def measured_lines(records: Sequence[Record], alone: float | None = None) -> list[Line]:
-    """Measured lines of one launch, from its records.
+    """Make the table's lines of one launch, a line for each method.
 
     Args:
-        records: what the launch measured.
-        alone: tokens/s of plain decoding with nothing else running; None takes that of this launch.
+        records: records of the launch.
+        alone: tokens/s of plain decoding with nothing else running, over which speed-ups are; None takes plain decoding
+            in this launch.
     """
     lines = []
     for total in totals(records):
@@ -153,12 +173,12 @@ def measured_lines(records: Sequence[Record], alone: float | None = None) -> lis
 
 
 def _range(speedups: Sequence[float]) -> dict[str, float]:
-    """Least and most of several speed-ups; nothing for one."""
+    """Least and most of several speed-ups, as fields of a `Line`; nothing for a single one."""
     return {"least": min(speedups), "most": max(speedups)} if len(speedups) > 1 else {}
 
 
 def _a_step(total: Total, name: str, of_ranks: Callable[[list[float]], float]) -> float:
-    """Mean over all steps of a figure, of which a record has each rank's mean: `of_ranks` makes one of these."""
+    """Mean over all steps of a figure that records have for each rank; `of_ranks` makes one figure of the ranks'."""
     sums = (record["steps"] * of_ranks([split[name] for split in record["split"]]) for record in total.records)
     return sum(sums) / max(total.steps, 1)
 
@@ -166,7 +186,15 @@ def _a_step(total: Total, name: str, of_ranks: Callable[[list[float]], float]) -
 def projected_lines(
     found: Sequence[Projected], links: Mapping[str, Link], plain: float, weak: bool, shape: tuple[int, int]
 ) -> list[Line]:
-    """Lines of one world size over its prompts, one for each link; one rank needs no link."""
+    """Make the table's projected lines for one number of ranks, a line for each link.
+
+    Args:
+        found: projections of each prompt on these ranks.
+        links: models of the links by name.
+        plain: tokens/s of plain decoding on this device, over which speed-ups are.
+        weak: whether W and G grow with the ranks, which the lines then say.
+        shape: (W, G) of all ranks together.
+    """
     ranks = found[0].ranks
     tokens = sum(one.tokens for one in found)
     steps = sum(one.steps for one in found)
@@ -194,9 +222,14 @@ def projected_lines(
 
 
 def with_efficiency(lines: Sequence[Line]) -> list[Line]:
-    """Lines with their efficiency, each against its own series' single rank, or plain decoding."""
+    """The lines with their efficiency: the speed-up over that of one replica, divided by the number of replicas.
+
+    Args:
+        lines: all lines of the table. The single replica's speed is that of the method on one rank or of its "@1" line,
+            else plain decoding's.
+    """
     of_launches = {line.series: line.speedup for line in lines if line.ranks == line.tp and line.speedup}
-    beside: dict[tuple[str, int | None, int | None], list[float]] = defaultdict(list)  # measured in larger launches
+    beside: dict[tuple[str, int | None, int | None], list[float]] = defaultdict(list)  # of @1 in larger launches
     for line in lines:
         if line.method.endswith(ALONE) and line.speedup:
             beside[line.series, line.W, line.G].append(line.speedup)
@@ -213,7 +246,11 @@ def with_efficiency(lines: Sequence[Line]) -> list[Line]:
 
 
 def medians(runs: Sequence[Sequence[Line]]) -> list[Line]:
-    """The lines of several runs of the same command as one run's: of every figure the median."""
+    """Combine the tables of several runs of one command: each figure of a line becomes the median over the runs.
+
+    Args:
+        runs: by run, its lines, in the same order in every run.
+    """
     return [_median(of_runs) for of_runs in zip(*runs, strict=True)]
 
 
@@ -235,15 +272,24 @@ def _median(lines: Sequence[Line]) -> Line:
 
 
 def errors_of_runs(runs: Sequence[Sequence[Line]]) -> ErrorsOfRuns:
-    """`errors` of every run, in order."""
+    """Errors of the projected speed-ups in every run, by (method, ranks): see `errors`.
+
+    Args:
+        runs: by run, its lines.
+    """
     found = [errors(lines) for lines in runs]
     return {key: [each[key] for each in found] for key in found[0]}
 
 
 def errors(lines: Iterable[Line], link: str = "gloo") -> dict[tuple[str, int], float]:
-    """How far speed-ups projected over this link are off those measured with the same W and G, by method and ranks.
+    """How far projected speed-ups are off the measured ones: projected / measured - 1, by (method, ranks).
 
-    Both are over plain decoding on a device as large as each rank has in the launch.
+    The measured speed-ups are those within a launch, where plain decoding has as large a share of the machine as each
+    rank.
+
+    Args:
+        lines: lines of one run; compared are those with equal method, ranks, W and G, measured and projected.
+        link: name of the link whose projections count.
     """
     speedups: dict[tuple[str, int, int | None, int | None], dict[str, float]] = {}
     for line in lines:

@@ -1,4 +1,7 @@
-"""The search for the best fixed setting, what adaptive reaches beside it, and what more ranks would bring."""
+"""Search for the fastest fixed W, N, G, compare it with the adaptive decoder, and estimate the gain of more ranks.
+
+S: generated tokens a decode step. Step tokens: tokens of one decode step's forward pass.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +30,10 @@ PAYS = 1.02  # times the speed without it: a further rank that brings less is no
 
 @dataclass(frozen=True, kw_only=True)
 class SettingResult(Total):
-    """Totals of one setting over all prompts, its name as the method.
+    """The totals of one decoder setting over all prompts; `method` is the setting's name, as in "W=4 N=3 G=8 depth=2".
 
     Attributes:
-        config: the setting; None for plain decoding.
+        config: the decoder's config; None for plain decoding.
     """
 
     config: LookaheadConfig | None
@@ -58,10 +61,16 @@ def time_settings(
     settings: Mapping[str, LookaheadConfig | None], decoders: Mapping[str, Decoder], run: Run,
     prompts: Sequence[list[int]], rounds: int, from_rank_0: FromRank0, wait: Wait | None = None,
 ) -> list[SettingResult]:  # fmt: skip
-    """Time settings on every prompt, in alternation; by rank 0's clock, or ranks would choose different ones.
+    """Time decoder settings on every prompt, in alternation; all ranks get rank 0's times, so that they choose alike.
 
     Args:
-        wait: counts the runs.
+        settings: by name, the decoder's config; None for plain decoding.
+        decoders: by name, the decoder.
+        run: continues a prompt once: called with a decoder and token ids.
+        prompts: token ids of each prompt.
+        rounds: how often each setting runs on a prompt; the median counts.
+        from_rank_0: gives every rank the value that rank 0 passes to it.
+        wait: progress display, which counts the runs; None for none.
     """
     runs: dict[str, list[Measured]] = {name: [] for name in settings}
     for ids in prompts:
@@ -96,16 +105,24 @@ def search(
     from_rank_0: FromRank0,
     pool: Mapping[str, Any],
 ) -> list[SettingResult]:
-    """Find the fastest fixed setting, and what the adaptive budget reaches beside it.
+    """Find the fastest fixed setting, and compare it with the adaptive decoder and plain decoding.
 
-    The token budget comes first, without a window; then columns, N and depth around the best, one at a time; then the
-    best fixed setting, the adaptive budget and plain decoding once more, side by side.
+    1. Try token budgets without a lookahead window.
+    2. Around the best budget, change window, n-gram size and draft depth, one at a time.
+    3. Run the best fixed setting, the adaptive decoder and plain decoding once more, in alternation.
 
     Args:
-        pool: fields of LookaheadConfig that every setting has.
+        build: makes a decoder of a config.
+        plain: plain decoding.
+        adaptive: the adaptive decoder.
+        run: continues a prompt once: called with a decoder and token ids.
+        prompts: token ids of each prompt.
+        rounds: how often each setting runs on a prompt; the median counts.
+        from_rank_0: gives every rank the value that rank 0 passes to it.
+        pool: fields of LookaheadConfig that every setting shares, as in {"pool_mib": 64}.
 
     Returns:
-        All settings; the last three are those side by side, the best fixed one first.
+        All settings tried; the last three are those of point 3, in that order.
     """
     base = LookaheadConfig(window_size=0, ngram_size=2, **pool)
     first = _named([replace(base, guess_set_size=g) for g in BUDGETS])
@@ -121,7 +138,7 @@ def search(
 
 
 def _around(best: LookaheadConfig) -> list[LookaheadConfig]:
-    """The best token budget, then settings that differ from it in one thing."""
+    """The best token budget, and settings that differ from it in one thing."""
     return [
         best,
         *(replace(best, window_size=w) for w in (2, 8, 16)),
@@ -131,7 +148,7 @@ def _around(best: LookaheadConfig) -> list[LookaheadConfig]:
 
 
 def _beside(best: LookaheadConfig, pool: Mapping[str, Any]) -> dict[str, LookaheadConfig | None]:
-    """The best fixed setting and what it is compared with."""
+    """The best fixed setting and the two that it is compared with."""
     return {_name(best): best, ADAPTIVE: LookaheadConfig(adaptive=True, **pool), PLAIN: None}
 
 
@@ -144,7 +161,7 @@ def _name(c: LookaheadConfig) -> str:
 
 
 def _step_tokens(config: LookaheadConfig | None, runs: Iterable[Measured]) -> int:
-    """Tokens of all steps on all ranks together: the root or the window, and the draft."""
+    """Sum over all decode steps of their tokens on all ranks together: root or window, and draft."""
     levels = config.ngram_size - 2 if config else 0
     steps = (step for run in runs for step in run.output.step_stats)
     return sum(step.num_draft + max(step.columns, 1) + step.columns * levels for step in steps)
@@ -157,12 +174,15 @@ def _fastest(tried: Sequence[SettingResult]) -> LookaheadConfig:
 
 
 def speed_of_ranks(step_times: StepTimes, points: Sequence[tuple[float, float]], most: int = 16) -> list[float]:
-    """Tokens a second that 1, 2, ... ranks would reach, each with its share of the step, without exchange.
+    """Estimate the tokens/s of 1, 2, ... ranks that share each step, from one rank's step times; exchange is left out.
 
     Args:
-        step_times: seconds of one rank's step by its tokens.
-        points: (step tokens, S) as measured.
-        most: how many ranks to go up to.
+        step_times: seconds of one rank's decode step by its tokens.
+        points: (step tokens, S) as measured; S in between is interpolated.
+        most: largest number of ranks.
+
+    Returns:
+        By ranks, from 1, the speed at the best step size.
     """
     step_tokens, measured = zip(*sorted([(1.0, 1.0), *points]), strict=True)
     sizes = np.arange(1, int(max(step_tokens)) + 1)
@@ -175,5 +195,9 @@ def speed_of_ranks(step_times: StepTimes, points: Sequence[tuple[float, float]],
 
 
 def ranks_that_pay(speeds: Sequence[float]) -> int:
-    """How many ranks there are before the first that raises the speed by less than PAYS."""
+    """Most ranks worth having: the first further rank that raises the speed by less than 2% (PAYS) is not.
+
+    Args:
+        speeds: tokens/s of 1, 2, ... ranks.
+    """
     return next((i for i in range(1, len(speeds)) if speeds[i] < PAYS * speeds[i - 1]), len(speeds))

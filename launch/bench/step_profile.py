@@ -1,6 +1,7 @@
-"""Where the time of a step goes: t(T) against the device's ceilings, the parts of a step, and tokens a second.
+"""Where the time of a decode step goes: forward passes by size, beside the device's limits, and the parts of a step.
 
-T: tokens of a step, L: cached tokens (the prefix), R: ranks, B: most step tokens of a rank.
+T: tokens of a step or forward pass; t(T): seconds of such a pass; L: cached tokens, the prefix; R: ranks; B: most step
+tokens of a rank. S: generated tokens a decode step.
 """
 
 from __future__ import annotations
@@ -45,15 +46,16 @@ PREFILL_CHUNK = 512  # tokens of a pass, as `generate` has it
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a profile is to measure: prefix, sizes of passes, rounds, and which rank of how many.
+    """The measurements of a profile: size of the prefix and of passes, rounds, and which of how many ranks.
 
     Args:
         prefix: L, cached tokens.
-        sizes: the numbers of tokens T for which t(T) is measured.
-        max_new_tokens: how many tokens every decode writes.
+        sizes: numbers of tokens T for which a forward pass is timed.
+        max_new_tokens: tokens that every decode generates.
         rounds: how often everything is measured; medians count.
-        ranks, rank: R, and which of them runs here.
-        sampling: how the decodes sample, its seed known; None is greedy.
+        ranks: R, how many ranks there are.
+        rank: the rank whose steps are timed, from 0.
+        sampling: how decodes sample, with a known seed; None is greedy.
 
     Raises:
         ValueError: a value out of range, with the limit and the remedy.
@@ -79,15 +81,16 @@ class Plan:
         check_count(self, "rank", 0, self.ranks - 1, f"the ranks of R={self.ranks} are numbered from 0")
 
     def check_room(self, model: PreTrainedModel, step: int, device: torch.device, weights: int = 0) -> None:
-        """Refuse a plan that the model's context or the free memory of the device has no room for.
+        """Refuse a plan for which the model's context or the device's free memory is too small, before it is measured.
 
         Args:
-            model: the model to be profiled, or its sketch.
-            step: most step tokens of a rank, B.
-            weights: bytes of weights that are still to be allocated there.
+            model: the model to be profiled, or its sketch without weights.
+            step: B, most step tokens of a rank.
+            device: where the model computes.
+            weights: bytes of weights that are still to be allocated on the device.
 
         Raises:
-            ValueError: the room needed and the limit.
+            ValueError: names the room needed and the limit.
         """
         num_tokens = max(step, *self.sizes)
         limit = context_limit(model)
@@ -100,20 +103,21 @@ class Plan:
         vocabulary = model.get_output_embeddings().weight.shape[0]
         caches = 3 if self.ranks == 1 else 3 + self.ranks
         cached = caches * needed * Work.of(model).kv_token_bytes
-        logits = 3 * 4 * max(num_tokens, PREFILL_CHUNK) * vocabulary  # the model's, in float32, and processed
+        logits = 3 * 4 * max(num_tokens, PREFILL_CHUNK) * vocabulary  # the model's, these in float32, and processed
         check_memory(weights + cached + logits + 2 * copy_bytes(device), device)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """t(T) of one T, all of whose tokens are sampled.
+    """The time of a forward pass of T tokens with logits for all of them.
 
     Args:
-        num_tokens: T.
-        seconds: how long the forward pass takes.
-        ratio: these seconds over those of the least T measured.
-        floor: these seconds over the least that the device's ceilings allow.
-        bytes_per_s, flop_per_s: memory traffic and arithmetic that the pass achieves.
+        num_tokens: T, tokens of the pass.
+        seconds: seconds of the pass, t(T).
+        ratio: t(T) over t of the smallest T that was measured.
+        floor: t(T) over the least seconds that the device's bandwidth and arithmetic speed allow: 1.0 is perfect.
+        bytes_per_s: bytes of weights, keys and values that the pass moves a second.
+        flop_per_s: floating-point operations that the pass does a second.
     """
 
     num_tokens: int
@@ -126,19 +130,21 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """Where a step of the decode loop goes, as medians over its steps.
+    """The time of a step in the decode loop and of its parts, medians over steps.
+
+    A step may first compute its rank's catch-up: accepted tokens whose keys and values another rank has.
 
     Args:
-        num_tokens: step tokens that this rank computed, its catch-up among them.
-        max_tokens: B, catch-up among them.
-        steps: how many steps a decode took.
-        compression: S of that decode, which says nothing where weights are random.
-        seconds: how long a step takes.
-        parts: seconds by name, which add up to `seconds`. Exchange, host and forward are the loop's own; of the last,
-            attention is what a pass of these tokens takes beyond the same without attention (nothing where a model
-            does not let it be left out), the LM head is timed alone, the rest is other layers and sampling.
+        num_tokens: step tokens of this rank, with catch-up.
+        max_tokens: B, with catch-up.
+        steps: decode steps of a decode.
+        compression: S, generated tokens a decode step, of that decode; it means nothing where weights are random.
+        seconds: seconds of a step.
+        parts: seconds by part: "attention", "LM head", "other layers", "exchange" and "host", which add up to
+            `seconds`. Attention is the time of the forward pass less its time without attention, and 0 where a model
+            cannot leave it out; the LM head is timed alone; "other layers" has the rest of the pass, and sampling.
         pass_s: seconds of a forward pass of these tokens outside the loop.
-        real_exchange: whether R ranks ran; if not, the exchange is a single rank's.
+        real_exchange: whether R ranks really ran; otherwise the exchange is that of a single rank.
     """
 
     num_tokens: int
@@ -152,21 +158,22 @@ class Step:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Each part's share of a step."""
+        """Share of each part in a step's time, 0 to 1, by part."""
         return {name: took / self.seconds for name, took in self.parts.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """Everything that was measured of one model.
+    """All measurements of `lp profile` on one model.
 
     Args:
-        ceilings: what the device can do at most.
-        work: the least that a pass must do.
-        step_times: t(T) by T, ascending.
-        step: where a step of the decode loop goes.
-        first_call_s: by how much the first decode took longer than later ones: captures, allocations, compilations.
-        calls: what a step asks of the GPU; None on a CPU, and where no step was measured alone.
+        ceilings: bandwidth and arithmetic speed of the device.
+        work: bytes and FLOP that a forward pass needs at least.
+        step_times: seconds of forward passes by T, ascending.
+        step: parts of a step of the decode loop.
+        first_call_s: seconds by which the first decode took longer than later ones, by capture, compilation,
+            allocation.
+        calls: launches, kernels and waits of a step on a GPU; None on a CPU, and with several ranks.
     """
 
     ceilings: Ceilings
@@ -178,22 +185,26 @@ class Profile:
 
     @property
     def over_weights(self) -> float:
-        """The first point's seconds over those of reading the weights as fast as a copy goes."""
+        """Seconds of the smallest forward pass over the seconds of reading the weights at the speed of a copy."""
         return self.step_times[0].seconds * self.ceilings.bytes_per_s / self.work.weight_bytes
 
     def as_dict(self) -> dict[str, Any]:
-        """All figures as data, for a line of JSON."""
+        """All figures by name, for a line of JSON."""
         return asdict(self) | {"over_weights": self.over_weights, "shares": self.step.shares}
 
 
 def largest_step(config: LookaheadConfig, budget: int, ranks: int, rank: int, catch_up: int) -> StepLayout:
-    """A rank's step of B tokens: catch-up, its columns of the window, and draft paths that share nothing.
+    """Lay out the largest decode step of a rank, B tokens, to time it: catch-up, window columns, and draft paths.
+
+    The draft paths share no nodes, and fill what catch-up and window leave of B.
 
     Args:
         config: the decoder's config.
-        budget: most step tokens, B.
-        ranks, rank: R, and whose step it is.
-        catch_up: accepted tokens that every rank lacks; fewer than B.
+        budget: B, most step tokens of a rank.
+        ranks: R, how many ranks there are.
+        rank: the rank whose step it is, from 0.
+        catch_up: accepted tokens that the rank computes again, since another rank has their keys and values; less than
+            B.
     """
     columns = slice_window(config.window_size, config.ngram_size, (budget - catch_up,) * ranks)[rank]
     draft = DraftTreeBuilder(max(budget - catch_up - columns.num_nodes, 0))
@@ -204,7 +215,13 @@ def largest_step(config: LookaheadConfig, budget: int, ranks: int, rank: int, ca
 
 
 def step_budget(decoder: LookaheadDecoder, ids: Sequence[int], ranks: int) -> int:
-    """B of a decoder behind this text, if it were one of R ranks."""
+    """B, the most step tokens that a decoder would give each rank behind a text, if it were one of R ranks.
+
+    Args:
+        decoder: the decoder; its context is replaced.
+        ids: token ids of the text.
+        ranks: R, how many ranks there are.
+    """
     call = SourceCall(
         prompt=ids,
         vocabulary_size=vocabulary_size(decoder.model),
@@ -221,19 +238,19 @@ def step_budget(decoder: LookaheadDecoder, ids: Sequence[int], ranks: int) -> in
 def profile(
     model: PreTrainedModel, build: Build, plain: Build, ids: Sequence[int], plan: Plan, context: ParallelContext
 ) -> Profile:
-    """Measure a model where it is.
+    """Time a model's forward passes and decode steps on the device on which it is.
 
     Args:
         model: an HF causal LM, loaded.
-        build: a decoder of it in a context.
-        plain: the same without captured steps, which threads cannot capture at the same time.
-        ids: the text so far, L + 1 tokens: the last one is not cached yet.
-        plan: what to measure.
-        context: this process's own: a single rank, or one of R that all call this.
+        build: makes a decoder of the model for a rank's context.
+        plain: makes such a decoder that captures no steps, since threads cannot capture CUDA graphs at the same time.
+        ids: token ids of the text so far, L + 1 of them: the last one is not cached yet.
+        plan: sizes, rounds and ranks to measure.
+        context: this process' rank: a single one, or one of R that all call this.
 
     Raises:
         ValueError: the plan does not fit the model or the device.
-        KeyboardInterrupt: Ctrl-C came while it decoded.
+        KeyboardInterrupt: Ctrl-C came during a decode.
     """
     device = model.device
     alone = partial(build, ParallelContext(device=device))
@@ -251,7 +268,7 @@ def profile(
     ceilings = CeilingCalls(device, model.dtype)
     with torch.inference_mode(), ExitStack() as stack:
         most = max(budget, *plan.sizes)
-        # Runners of their own: the decoder's empties its cache for every text, and must keep its attention.
+        # Runners beside the decoder's own, which empties its cache for every text and must keep its attention.
         captured = decoder.runner.captured
         capture = captured.mode if captured else Capture.OFF
         kv_dtype = decoder.runner.kv_dtype
@@ -296,7 +313,7 @@ def _name(size: int) -> str:
 def _decode(
     build: Build, plain: Build, ids: Sequence[int], plan: Plan, context: ParallelContext
 ) -> Callable[[], GenerationOutput]:
-    """The decode loop of this plan's rank, with recorded collectives where the other ranks do not run."""
+    """A function that decodes once as the plan's rank, with recorded collectives if the other ranks do not run."""
 
     def decode(decoder: Decoder) -> GenerationOutput:
         return decoder.generate(ids, plan.max_new_tokens, plan.sampling, eos_token_id=())
@@ -311,7 +328,7 @@ def _typical_size(outputs: Sequence[GenerationOutput]) -> int:
 
 
 def _typical_catch_up(output: GenerationOutput, config: LookaheadConfig, ranks: int) -> int:
-    """Accepted tokens of a step that a rank lacks, if each of them lay on one rank, and on any of them as often."""
+    """Expected catch-up of a step: accepted tokens that a rank lacks, if each lies on one rank, as often on any."""
     if config.ablation.kv_sync is KVSync.BROADCAST:
         return 0
     return round((output.compression - 1) * (ranks - 1) / ranks)

@@ -1,4 +1,4 @@
-"""A profile as tables, a line of JSON and a picture."""
+"""Show a profile as tables, as a line of JSON and as a picture."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ PICTURE = "profile.png"
 
 @dataclass(kw_only=True)
 class ProfileResult:
-    """What `lp profile` measured, with its setting.
+    """The result of `lp profile`: measurements, and the setting in which they were taken.
 
     Args:
-        setting: what was measured, and how, by name.
+        setting: model, device, decoder and sizes by name.
         found: the measurements.
-        speeds: totals of one text by method; empty where speeds were not compared.
+        speeds: totals by method that decoded the same text; empty where speeds were not compared.
         picture: path of the picture; None while there is none.
-        note: a line about the picture, or about why there is none.
+        note: a line that names the picture, or says why there is none.
     """
 
     setting: dict[str, Any]
@@ -37,7 +37,11 @@ class ProfileResult:
 
 
 def as_json(report: ProfileResult) -> str:
-    """The measurements and their setting as JSON on one line."""
+    """The result of `lp profile` as one JSON object on one line, for output=json.
+
+    Args:
+        report: the result of `lp profile`.
+    """
     speeds = {
         name: {"tokens_per_s": total.tokens_per_s, "compression": total.compression}
         for name, total in report.speeds.items()
@@ -47,7 +51,12 @@ def as_json(report: ProfileResult) -> str:
 
 
 def print_tables(report: ProfileResult, console: Console) -> None:
-    """t(T), the parts of a step, tokens a second, and the setting."""
+    """Print tables of the forward passes, the parts of a step and the methods' speeds, and the setting below them.
+
+    Args:
+        report: the result of `lp profile`.
+        console: where to print.
+    """
     put(_step_times(report.found), console)
     put(_step(report), console)
     if report.speeds:
@@ -97,7 +106,11 @@ def _speeds(speeds: dict[str, Total]) -> Table:
 
 
 def caption(report: ProfileResult) -> str:
-    """The setting, and how the shares of the step are defined."""
+    """Lines for below the tables: the setting, and how the parts of a step are defined.
+
+    Args:
+        report: the result of `lp profile`.
+    """
     s = report.setting
     found = report.found
     ceilings = found.ceilings
@@ -125,7 +138,12 @@ def caption(report: ProfileResult) -> str:
 
 
 def draw(report: ProfileResult, folder: Path) -> None:
-    """A picture of t(T) with its floor and of the parts of a step, into the folder."""
+    """Draw profile.png: the forward passes with the device's limit, and the parts of a step.
+
+    Args:
+        report: the result of `lp profile`; its `picture` and `note` are set.
+        folder: where the picture goes.
+    """
     try:
         from .plots import figure, look
     except ImportError:  # an image may bring torch and transformers alone

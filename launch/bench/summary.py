@@ -1,4 +1,4 @@
-"""Tables of a benchmark: a line for each setting and method, and what all lines share."""
+"""Text of a benchmark's tables: a line for each setting and method, and captions with the settings that all share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ HIDDEN = ("methods", "chat", "parameters")  # settings that tables leave out: lo
 
 
 def varying(found: Sequence[Total]) -> list[str]:
-    """The settings in which totals differ, which a table has to show."""
+    """Names of the settings in which totals differ, as in ["W", "ranks"]: columns that a table may need.
+
+    Args:
+        found: totals of methods under settings.
+    """
     settings = [total.setting for total in found]
     names = dict.fromkeys(name for setting in settings for name in setting)
     # What one decoder has and another has not is said by their names.
@@ -22,7 +26,13 @@ def varying(found: Sequence[Total]) -> list[str]:
 
 
 def shown(found: Sequence[Total]) -> list[str]:
-    """The settings that a table has a column for: those of HIDDEN too if lines of two settings look alike without."""
+    """Names of the settings that get a column in a table.
+
+    Settings in HIDDEN, which are long or implied by others, get a column only if two lines would look alike without it.
+
+    Args:
+        found: totals, one for each line.
+    """
     names = varying(found)
     brief = [name for name in names if name not in HIDDEN]
     lines = {(*(short(total.setting.get(name)) for name in brief), total.method) for total in found}
@@ -30,7 +40,11 @@ def shown(found: Sequence[Total]) -> list[str]:
 
 
 def ordered(found: Sequence[Total]) -> list[Total]:
-    """Totals in the order of the settings in which they differ, numbers by size."""
+    """The totals sorted by the settings in which they differ; numbers by size, others by their text.
+
+    Args:
+        found: totals of methods under settings.
+    """
     names = varying(found)
 
     def key(total: Total) -> list[tuple[bool, float, str]]:
@@ -41,13 +55,21 @@ def ordered(found: Sequence[Total]) -> list[Total]:
 
 
 def common(found: Sequence[Total]) -> dict[str, Any]:
-    """The settings that all totals share."""
+    """The settings that all totals share, by name.
+
+    Args:
+        found: totals of methods under settings.
+    """
     differ = varying(found)
     return {name: value for name, value in found[0].setting.items() if name not in differ}
 
 
 def table_of(found: Sequence[Total]) -> tuple[list[str], list[list[str]]]:
-    """Heads and lines of a table: the settings in which they differ, the figures of HEADS, of MORE what there is."""
+    """Heads and lines of a table: a column for each setting that differs, for HEADS, and for MORE where not empty.
+
+    Args:
+        found: totals, one for each line.
+    """
     names = shown(found)
     more = {head: [cell(total) for total in found] for head, cell in MORE.items()}
     more = {head: column for head, column in more.items() if {*column} != {"-"}}
@@ -56,12 +78,12 @@ def table_of(found: Sequence[Total]) -> tuple[list[str], list[list[str]]]:
 
 
 def verdict(prompts: int, differing: int, near_ties: int) -> str:
-    """The cell of a table: how many texts are not plain decoding's, and for how many of them rounding is no excuse.
+    """The cell that compares a method's texts with plain decoding's: "equal", or "2 of 20 part at near-ties".
 
     Args:
         prompts: how many prompts were compared.
-        differing: how many outputs part from plain decoding's.
-        near_ties: how many of the differing outputs part where the two best scores tie within rounding.
+        differing: number of prompts on which the texts differ.
+        near_ties: how many of these first differ where the two best scores are so close that rounding decides.
     """
     if not differing:
         return "equal"
@@ -72,17 +94,31 @@ def verdict(prompts: int, differing: int, near_ties: int) -> str:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Least and most of several rounds in a cell; one round has none."""
+    """The cell with the least and most speed-up over several rounds, as in "1.72-1.80x"; "-" for a single round.
+
+    Args:
+        values: the speed-up of each round.
+    """
     return f"{min(values):.2f}-{max(values):.2f}x" if len(values) > 1 else "-"
 
 
 def peak(total: Total) -> str:
-    """The cell with the most memory of a rank, in MiB."""
+    """The cell with the most memory that a rank took, in MiB, as in "1,234"; "-" where it was not measured.
+
+    Args:
+        total: the line's totals.
+    """
     return "-" if total.peak_bytes is None else f"{total.peak_bytes / (1 << 20):,.0f}"
 
 
 def solved(total: Total) -> str:
-    """pass@1 in a cell, with how many prompts more or less than plain decoding solves."""
+    """The cell of pass@1, as in "42.0% (21, +1)": 42% or 21 prompts are solved, one more than plain decoding solves.
+
+    Without plain decoding it is "42.0% (21)"; where texts were not judged, "-".
+
+    Args:
+        total: the line's totals.
+    """
     if total.passed is None:
         return "-"
     of_all = f"{total.pass_at_1:.1%} ({total.passed}"
@@ -91,7 +127,12 @@ def solved(total: Total) -> str:
 
 
 def cells(total: Total, names: Sequence[str]) -> list[str]:
-    """A line of a table: the settings named, then the figures of HEADS."""
+    """The cells of a line: the values of some settings, then those of HEADS.
+
+    Args:
+        total: the line's totals.
+        names: the settings that have a column.
+    """
     speed = f"{total.speedup:.2f}x" if total.speedup else "-"
     output = "-" if total.differing is None else verdict(total.prompts, total.differing, total.near_ties)
     return [
@@ -117,7 +158,11 @@ HEADS = ("method", "prompts", "tokens", "S", "tokens a step", "tokens/s", "vs pl
 
 
 def short(value: Any) -> str:
-    """A setting as a table's cell shows it."""
+    """A setting's value as text for a cell: lists as "1,2", dicts as "a=1 b=2", None as "null".
+
+    Args:
+        value: the value.
+    """
     if isinstance(value, dict):
         return " ".join(f"{key}={short(each)}" for key, each in value.items())
     if isinstance(value, list):
@@ -126,13 +171,22 @@ def short(value: Any) -> str:
 
 
 def markdown(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown."""
+    """A table in Markdown.
+
+    Args:
+        heads: heads of the columns.
+        lines: cells of each line.
+    """
     head = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
     return "\n".join([*head, *("| " + " | ".join(line) + " |" for line in lines)]) + "\n"
 
 
 def caption(found: Sequence[Total]) -> str:
-    """The machine and what all lines share, in one line."""
+    """The machine and the settings that all lines share, on one line.
+
+    Args:
+        found: totals, one for each line.
+    """
     hidden = ("methods", "gguf", "quality", "attention", "capture", "repeats", "chat", "parameters")
     shared = {key: value for key, value in common(found).items() if key not in hidden and not key.startswith(DECODER)}
     if isinstance(size := common(found).get("parameters"), int):
@@ -145,7 +199,11 @@ def caption(found: Sequence[Total]) -> str:
 
 
 def notes(found: Sequence[Total]) -> list[str]:
-    """Lines under a table: how often was measured, and what speaks against its times."""
+    """Lines for below a table: how many rounds were measured, and warnings about the times, as of a busy machine.
+
+    Args:
+        found: totals, one for each line.
+    """
     rounds = {len(record.get("rounds_s") or []) for total in found for record in total.records} - {0}
     counts = " or ".join(map(str, sorted(rounds)))
     said = "one round, so its times have no known spread; repeats=3 gives one"
@@ -154,7 +212,7 @@ def notes(found: Sequence[Total]) -> list[str]:
 
 
 def _attention(found: Sequence[Total]) -> list[str]:
-    """What computed attention, in words, with the methods where they differ; records of old say nothing of it."""
+    """Which backend computed attention, in words; if methods differ, with their names. Old records do not have it."""
     methods: dict[str, list[str]] = {}
     for total in found:
         for record in total.records:

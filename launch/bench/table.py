@@ -1,4 +1,4 @@
-"""A benchmark to look at: its progress while it runs, its table at the end."""
+"""Show a benchmark: its progress while it runs, its table at the end."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ UNLIMITED = 10_000  # columns: more than any table has
 
 
 class ProgressBar:
-    """A bar on stderr with the time left and the running S of the first method; a terminal alone sees it.
+    """A progress bar on stderr with the time left and the first method's S (tokens a step); on a terminal only.
 
     Args:
-        visible: whether this rank shows anything.
-        prompts: how many prompts are still to do.
-        records: records of the prompts that are done already.
+        visible: whether this rank shows it.
+        prompts: how many prompts are still to be measured.
+        records: records of the prompts that an earlier run has measured.
     """
 
     def __init__(self, visible: bool, prompts: int, records: Sequence[Record]) -> None:
@@ -52,7 +52,11 @@ class ProgressBar:
         self._bar.stop()
 
     def advance(self, records: Sequence[Record]) -> None:
-        """Move the bar on by one prompt, whose records count for S."""
+        """Count one more prompt.
+
+        Args:
+            records: the prompt's records, from which S is updated.
+        """
         self._count(records)
         self._bar.update(self._task, advance=1, description=self._description())
 
@@ -66,25 +70,36 @@ class ProgressBar:
 
 
 class PipeConsole(Console):
-    """A console that raises BrokenPipeError where the reader of a pipe has left; rich's ends the process with 1."""
+    """A rich console that raises BrokenPipeError when the reader of a pipe has left; rich's own ends the process."""
 
     def on_broken_pipe(self) -> None:
-        """Called while a BrokenPipeError is handled.
+        """Hook of rich, called while a BrokenPipeError is handled: let it go on.
 
         Raises:
-            BrokenPipeError: that one.
+            BrokenPipeError: the one that is being handled.
         """
         raise
 
 
 def console_on(file: TextIO, width: int) -> Console:
-    """A console on this file, so many characters wide where it is no terminal."""
+    """A rich console that prints to a file or terminal.
+
+    Args:
+        file: where it prints.
+        width: characters of a line where the file is no terminal, which has its own width.
+    """
     console = PipeConsole(file=file)
     return console if console.is_terminal else PipeConsole(file=file, width=width)
 
 
 def empty_table(heads: Sequence[str], left: Sequence[str], **look: Any) -> Table:
-    """A table with these columns, the figures on the right and `left` on the left."""
+    """A rich table with columns and no rows.
+
+    Args:
+        heads: heads of the columns.
+        left: heads of the columns that are aligned to the left, as for names; the others are aligned to the right.
+        look: further arguments of rich's Table, as in title="Speed".
+    """
     table = Table(box=SIMPLE_HEAD, title_justify="left", **look)
     for head in heads:
         table.add_column(head, justify="left" if head in left else "right", no_wrap=True)
@@ -92,7 +107,12 @@ def empty_table(heads: Sequence[str], left: Sequence[str], **look: Any) -> Table
 
 
 def put(table: Table, console: Console) -> None:
-    """Print a table; where the terminal is too narrow for it, a paragraph a row, each figure behind its head."""
+    """Print a table. On a terminal too narrow for it every row becomes a paragraph: the name, then "head figure" pairs.
+
+    Args:
+        table: the table.
+        console: where to print.
+    """
     whole = Measurement.get(console, console.options.update(max_width=UNLIMITED), table).maximum
     if whole <= console.width:
         console.print(table)
@@ -108,7 +128,12 @@ def put(table: Table, console: Console) -> None:
 
 
 def print_totals(found: Sequence[Total], console: Console) -> None:
-    """A line for each setting and method, and the settings that they share."""
+    """Print a benchmark's table and the captions below it.
+
+    Args:
+        found: totals, one for each line.
+        console: where to print.
+    """
     heads, lines = table_of(found)
     table = empty_table(heads, ("method", "output"))
     for line in lines:
@@ -119,7 +144,11 @@ def print_totals(found: Sequence[Total], console: Console) -> None:
 
 
 def summary(found: Sequence[Total]) -> dict[str, Any]:
-    """The table's figures as data, for programs."""
+    """A benchmark's table as data, for output=json: shared settings, machine, figures of each line, and notes.
+
+    Args:
+        found: totals, one for each line.
+    """
     machines = {"hardware": found[0].hardware, "versions": found[0].records[0]["versions"]}
     names = varying(found)
     lines = [{**{name: total.setting.get(name) for name in names}, **total.figures()} for total in found]
@@ -127,10 +156,15 @@ def summary(found: Sequence[Total]) -> dict[str, Any]:
 
 
 def show_sweep(folder: Path) -> None:
-    """One table of all jobs, if any of them wrote records, then plots and a report in the folder.
+    """Print one table of all jobs of a sweep, draw plots and report.html, and print their paths.
+
+    Nothing is shown if no job wrote records.
+
+    Args:
+        folder: the folder of the sweep.
 
     Raises:
-        ValueError: a file there that has no records.
+        ValueError: a *.jsonl file there has a line that is no record.
     """
     from .report import write_report  # matplotlib takes a while, and a run without a sweep needs none
 

@@ -1,4 +1,4 @@
-"""What `lp generate` found: texts, and how methods compare on them, as a table or as one JSON object."""
+"""Result of `lp generate`: the texts, and how methods compare on them, as a table or as one JSON object."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ from .totals import Total
 
 @dataclass
 class Result:
-    """What came of one prompt: its text, and with compare=true the runs of all methods.
+    """The result of one prompt: its text, and with compare=true the measurements of all methods.
 
     Args:
-        prompt: what was continued.
-        prompt_tokens: its length.
-        text: the continuation, as far as it got.
-        shown: the run that gave it.
-        measured: the runs by method; empty if Ctrl-C came before the last one had ended.
-        differences: where methods left plain decoding.
+        prompt: the prompt.
+        prompt_tokens: tokens of the prompt.
+        text: the generated text, or its beginning if Ctrl-C ended it.
+        shown: the decode that gave this text.
+        measured: runs by method; empty if Ctrl-C came before the last method was measured.
+        differences: the first token of each method that differs from plain decoding's; methods without one are left
+            out.
     """
 
     prompt: Prompt
@@ -49,7 +50,16 @@ class Result:
 
 @dataclass
 class TextReport:
-    """A run of `lp generate`: its setting, and what came of each prompt."""
+    """The result of a run of `lp generate`: its setting, and the result of each prompt.
+
+    Args:
+        setting: model, device, decoder settings and the like by name, from `describe`.
+        method: name of the decoder whose text is shown.
+        sampling: how texts are sampled; None is greedy.
+        results: the prompts that were begun, in order.
+        interrupted: whether Ctrl-C or SIGTERM ended the run.
+        partial: whether an error ended the run.
+    """
 
     setting: dict[str, Any]
     method: str
@@ -60,17 +70,17 @@ class TextReport:
 
     @property
     def finished(self) -> list[Result]:
-        """The prompts whose methods were all measured."""
+        """Results of the prompts on which all methods were measured."""
         return [result for result in self.results if result.measured]
 
     @property
     def differences(self) -> list[tuple[Result, Difference]]:
-        """Every place where a method left plain decoding, with its prompt."""
+        """Every difference of a method's tokens from plain decoding's, with the result of its prompt."""
         return [(result, difference) for result in self.results for difference in result.differences]
 
     @property
     def equal(self) -> bool | None:
-        """Whether every method gave the tokens of plain decoding; None if that was not compared, or not promised."""
+        """Whether every method generated plain decoding's tokens; None if not compared, or not promised."""
         return not self.differences if self.compared and not self.in_distribution else None
 
     @property
@@ -80,11 +90,11 @@ class TextReport:
 
     @property
     def in_distribution(self) -> bool:
-        """Whether texts are equal in distribution only: nothing follows from tokens that differ."""
+        """Whether texts are equal only in distribution (rejection sampling), so that other tokens are no fault."""
         return self.sampling is not None and self.sampling.verifier is lp.Verifier.REJECTION
 
     def totals(self) -> list[Total]:
-        """Totals of each method over the measured prompts, and of a run that Ctrl-C cut short."""
+        """Totals of each method over the measured prompts; after Ctrl-C, also of texts that were only shown."""
         names = dict.fromkeys(name for result in self.finished for name in result.measured)
         differences = None if self.equal is None else [difference for _, difference in self.differences]
         found = {
@@ -100,7 +110,11 @@ class TextReport:
 
 
 def describe(session: Session[Any]) -> dict[str, Any]:
-    """The setting a figure was measured in; W, N, G are those of the lookahead decoder, if it runs."""
+    """The setting of a run by name, for table and JSON: model, device, ranks, decoder, sampling, machine.
+
+    Args:
+        session: the run's session. W, N and G are those of its lookahead decoder; without one they are left out.
+    """
     config = session.config
     model = session.loaded.model
     decoders = {name: d for name, d in session.decoders.items() if isinstance(d, lp.LookaheadDecoder)}
@@ -128,7 +142,11 @@ def describe(session: Session[Any]) -> dict[str, Any]:
 
 
 def as_table(report: TextReport) -> Table:
-    """The totals as a table with a line for each method."""
+    """The totals as a rich table, with a line for each method.
+
+    Args:
+        report: the run's result.
+    """
     count = len(report.results)
     prompts = "1 prompt" if count == 1 else f"{count} prompts"
     title = f"{prompts}, {'greedy' if is_greedy(report.sampling) else 'sampled'}, decoding only"
@@ -155,7 +173,11 @@ def _verdict(report: TextReport, totals: Total) -> str:
 
 
 def caption(report: TextReport) -> str:
-    """The setting in one line, as it stands under the table."""
+    """The setting on one line, for below the table.
+
+    Args:
+        report: the run's result.
+    """
     s = report.setting
     model = f"model {s['model']} ({s['parameters'] / 1e6:.1f} M parameters), {s['dtype']}, {s['device']}"
     parts = [model, f"threads: {s['threads']}", f"ranks: {s['ranks']}"]
@@ -180,7 +202,11 @@ def caption(report: TextReport) -> str:
 
 
 def spreads(report: TextReport) -> list[str]:
-    """A line with least and most of every method's speed-up over the rounds; none for one round."""
+    """A line with every method's least and most speed-up over the rounds, in a list; an empty list for a single round.
+
+    Args:
+        report: the run's result.
+    """
     several = [totals for totals in report.totals() if len(totals.speedups) > 1]
     if not several:
         return []
@@ -189,7 +215,12 @@ def spreads(report: TextReport) -> list[str]:
 
 
 def print_table(report: TextReport, console: Console) -> None:
-    """The places where tokens differ, then the table and the setting."""
+    """Print where tokens differ from plain decoding's, then the table and the setting.
+
+    Args:
+        report: the run's result.
+        console: where to print.
+    """
     for result, at in report.differences:
         _print_line(f"{result.prompt.task_id}: {_sentence(at, report)}", console)
     console.print()
@@ -213,7 +244,11 @@ def _print_line(text: str, console: Console) -> None:
 
 
 def as_json(report: TextReport) -> str:
-    """The report as one JSON object on one line."""
+    """The result of `lp generate` as one JSON object on one line, for output=json.
+
+    Args:
+        report: the run's result.
+    """
     found = {
         **report.setting,
         "method": report.method,

@@ -1,8 +1,8 @@
-"""Save a Llama as a GGUF file, float32 and without its tokenizer, for methods=[llama_cpp] of launch.benchmark.
+"""Save a Llama as a GGUF file, in float32 and without its tokenizer, for methods=[llama_cpp] of `lp benchmark`.
 
     python -m launch.bench.to_gguf demo demo.gguf      # or a folder, or a hub name
 
-Models of other architectures: convert_hf_to_gguf.py of llama.cpp. Needs the package gguf (pip install gguf).
+For models of other architectures use llama.cpp's convert_hf_to_gguf.py. Needs the package gguf (pip install gguf).
 """
 
 from __future__ import annotations
@@ -30,16 +30,26 @@ LAYER = {
 
 
 def interleaved(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """(heads x head_dim, hidden) with rotary pairs half a head apart: each pair side by side, as GGML has them."""
+    """Reorder a query or key projection's rows from transformers' rotary layout to GGML's.
+
+    transformers pairs a row with the one half a head further; GGML has the two rows of a pair side by side.
+
+    Args:
+        weight: (heads x head_dim, hidden).
+        num_heads: heads of the projection.
+    """
     halves = weight.view(num_heads, 2, -1, weight.shape[-1])
     return halves.transpose(1, 2).reshape(weight.shape)
 
 
 def tensors_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """A Llama's weights by the names that GGUF gives them.
+    """A Llama's weights under the names that GGUF gives them.
+
+    Args:
+        model: an HF causal LM.
 
     Raises:
-        UserError: not a Llama without biases and scaled rotary frequencies.
+        UserError: no Llama, or one with biases or scaled rotary frequencies.
     """
     config = model.config
     weights = model.state_dict()
@@ -67,7 +77,15 @@ def tensors_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def write_gguf(model: PreTrainedModel, path: str) -> None:
-    """Write a Llama's weights to a GGUF file, in float32."""
+    """Write a Llama's weights to a GGUF file, in float32.
+
+    Args:
+        model: an HF causal LM.
+        path: the file to write.
+
+    Raises:
+        UserError: no Llama, or one with biases or scaled rotary frequencies.
+    """
     import gguf
 
     tensors = tensors_of(model)
@@ -96,6 +114,7 @@ def write_gguf(model: PreTrainedModel, path: str) -> None:
 
 
 def main() -> None:
+    """Save a model as GGUF: `python -m launch.bench.to_gguf MODEL FILE`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="folder, hub name or demo")
     parser.add_argument("gguf", help="the file to write")

@@ -1,4 +1,7 @@
-"""A method's runs added up: the one set of figures behind every table, plot and JSON of methods."""
+"""Sums of a method's runs over prompts, from which every table, plot and JSON object of methods takes its figures.
+
+S: generated tokens a decode step. The oracle is decoder=autoregressive, one token a step without lp's engine.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +28,16 @@ class Total:
     Attributes:
         method: the method's name.
         prompts: how many prompts were continued.
-        tokens: generated tokens, without those that a journal had.
-        steps: steps that were taken.
+        tokens: generated tokens, without those that a resumed run read from its journal.
+        steps: decode steps.
         step_tokens: tokens that rank 0 computed in all these steps.
-        decode_s: seconds of decoding without the prefill: the median round of each prompt.
-        rounds_s: seconds of every round, all prompts together; empty where there is no count of rounds.
-        differing: prompts whose tokens are not the oracle's; None where nothing was promised or compared.
-        near_ties: how many of the differing part from plain decoding where rounding lets either token win.
-        interrupted: Ctrl-C cut the run short.
-        plain: plain decoding of the same prompts in the same run, or the oracle where that did not run; None if neither
-            did.
-        records: the records that were added up, one a prompt; empty for runs without a file.
+        decode_s: seconds of decoding without the prefill: the sum of each prompt's median round.
+        rounds_s: seconds of every round, all prompts together; empty where rounds were not recorded.
+        differing: prompts whose tokens differ from the oracle's; None where this was not compared or is not promised.
+        near_ties: how many of these first differ where two scores are so close that rounding decides.
+        interrupted: whether Ctrl-C cut the run short.
+        plain: plain decoding of the same prompts in the same run, else the oracle; None if neither ran.
+        records: the records that were added up, one a prompt; empty for runs without a record file.
     """
 
     method: str
@@ -53,12 +55,12 @@ class Total:
 
     @classmethod
     def of_runs(cls, method: str, runs: Iterable[Measured], differences: Iterable[Difference] | None = None) -> Total:
-        """Totals of runs that have just been measured.
+        """Add up runs that have just been measured.
 
         Args:
             method: the method's name.
             runs: one run for each prompt.
-            differences: where texts of any method part from the oracle's; None if they were not compared.
+            differences: first differences of any method's tokens from the oracle's; None if they were not compared.
         """
         runs = list(runs)
         total = cls(method=method)
@@ -73,7 +75,12 @@ class Total:
 
     @classmethod
     def of_records(cls, records: list[Record], plain: Total | None = None) -> Total:
-        """Totals of a method's records under one setting."""
+        """Add up a method's records under one setting.
+
+        Args:
+            records: one record for each prompt.
+            plain: totals of plain decoding on the same prompts in the same run; None if it did not run.
+        """
         rounds = [record.get("rounds_s") or [] for record in records]
         equal = [record.get("equal") for record in records]
         differences = [record.get("difference") for record in records]
@@ -92,7 +99,12 @@ class Total:
         )
 
     def plus(self, output: GenerationOutput, decode_s: float | None = None) -> Total:
-        """These totals and one more text, whose seconds of decoding are its own unless they are given."""
+        """These totals with one more text added.
+
+        Args:
+            output: the text's decode.
+            decode_s: its seconds of decoding; None takes those of `output`.
+        """
         return replace(
             self,
             prompts=self.prompts + 1,
@@ -104,63 +116,64 @@ class Total:
 
     @property
     def compression(self) -> float:
-        """S: tokens a step."""
+        """S, generated tokens a decode step; 0 without steps."""
         return self.tokens / self.steps if self.steps else 0.0
 
     @property
     def tokens_per_s(self) -> float:
-        """Decode speed, without the prefill."""
+        """Generated tokens a second of decoding, without the prefill."""
         return self.tokens / self.decode_s if self.decode_s else 0.0
 
     @property
     def tokens_a_step(self) -> float:
-        """Mean step tokens of rank 0."""
+        """Mean tokens that rank 0 computes in a decode step."""
         return self.step_tokens / max(self.steps, 1)
 
     @property
     def rates(self) -> list[float]:
-        """Tokens/s of every round; empty where records do not say."""
+        """Tokens/s of every round; empty where rounds were not recorded."""
         return [self.tokens / seconds for seconds in self.rounds_s]
 
     @property
     def speedups(self) -> list[float]:
-        """Speed-up over plain decoding, round by round; empty for plain decoding itself."""
+        """Speed-up over plain decoding in every round; empty for plain decoding itself, and where it did not run."""
         if self.plain is None or self.plain.method == self.method:
             return []
         return [rate / plain for rate, plain in zip(self.rates, self.plain.rates, strict=False)]
 
     @property
     def speedup(self) -> float | None:
-        """Speed-up over plain decoding of the same run: the median round's, which lies between least and most."""
+        """Speed-up over plain decoding in the same run: the median over the rounds; None where it did not run."""
         if self.speedups:
             return median(self.speedups)
         return self.tokens_per_s / self.plain.tokens_per_s if self.plain and self.plain.tokens_per_s else None
 
     @property
     def task(self) -> str:
+        """Name of the task whose prompts were continued; read from the records."""
         return str(self.records[0]["task"])
 
     @property
     def setting(self) -> dict[str, Any]:
-        """Settings as in the records, the decoder's own as decoder.KEY; its W, N and G are the run's."""
+        """The settings by name, as in records; the decoder's own are named "decoder.KEY", without its W, N and G."""
         setting = dict(self.records[0]["settings"])
         decoder = setting.pop("decoder", None) or {}
         return setting | {f"{DECODER}{key}": value for key, value in decoder.items() if key not in SHAPE_KEYS}
 
     @property
     def guess_set_size(self) -> int | None:
-        """G; a run whose methods have their own has it by method."""
+        """G of this method; None for a method without."""
         size = self.setting["G"]
         return size.get(self.method.partition("@")[0]) if isinstance(size, dict) else size
 
     @property
     def hardware(self) -> str:
-        """Hardware of every record: a run that was resumed elsewhere has several."""
+        """The machine in words; several, separated by "; ", if a run was resumed elsewhere."""
         return "; ".join(dict.fromkeys(record["hardware"] for record in self.records))
 
     @property
     def accepted(self) -> dict[int, int]:
-        """Steps by the number of draft tokens that they accepted."""
+        """How many decode steps accepted 0, 1, 2, ... draft tokens."""
         found: dict[int, int] = {}
         for record in self.records:
             for length, count in (record.get("accepted") or {}).items():
@@ -168,18 +181,27 @@ class Total:
         return found
 
     def a_step(self, name: str) -> float:
-        """Mean of a figure of `split` over all steps and ranks; 0 where records do not say."""
+        """Mean over all decode steps and ranks of a figure that records have for each rank; 0 where they lack it.
+
+        Args:
+            name: a field of a record's "split": "num_tokens", "forward_ms", "exchange_ms" or "host_ms".
+        """
         splits = [(record["steps"], record["split"]) for record in self.records if record.get("split")]
         sums = sum(steps * fmean(each[name] for each in split) for steps, split in splits)
         return sums / max(self.steps, 1)
 
     @property
     def peak_bytes(self) -> int | None:
-        """Most memory of a rank; None where records do not say."""
+        """Most memory of any rank, in bytes; None where records do not have it."""
         return max((record.get("peak_bytes") or 0 for record in self.records), default=0) or None
 
     def quality(self, name: str, key: str | None = None) -> float | None:
-        """Mean over prompts of a figure that quality=true adds; None where it was not asked for."""
+        """Mean over the prompts of a quality figure; None where records have none (quality=false).
+
+        Args:
+            name: the figure: "perplexity", "distinct" or "rouge".
+            key: which part of a figure that has several, as in "rougeL"; None for one without parts.
+        """
         found = [record["quality"][name] for record in self.records if record.get("quality")]
         values = [value if key is None else value[key] for value in found if value is not None]
         values = [value for value in values if value is not None]
@@ -187,17 +209,17 @@ class Total:
 
     @property
     def passed(self) -> int | None:
-        """Prompts whose text solves its task; None where nothing was judged."""
+        """How many prompts' texts solve their task; None where texts were not judged."""
         checks = [record.get("check") for record in self.records]
         return None if None in checks else sum(check["passed"] for check in checks if check)
 
     @property
     def pass_at_1(self) -> float | None:
-        """Share of the prompts whose text solves its task."""
+        """Share of the prompts whose text solves its task, 0 to 1; None where texts were not judged."""
         return None if self.passed is None else self.passed / self.prompts
 
     def figures(self) -> dict[str, Any]:
-        """Everything a line of JSON or CSV says of a method in a benchmark."""
+        """All figures by name, for a line of JSON or CSV."""
         judged = {} if self.passed is None else {"passed": self.passed, "pass_at_1": self.pass_at_1}
         return {
             "method": self.method,
@@ -218,7 +240,11 @@ class Total:
 
 
 def totals(records: Iterable[Record]) -> list[Total]:
-    """Totals for each setting and method, in the order in which they first come."""
+    """Add up records by setting and method, in the order in which these first come.
+
+    Args:
+        records: records of any settings and methods.
+    """
     grouped: dict[str, dict[str, list[Record]]] = {}
     for record in records:
         grouped.setdefault(digest(record["settings"]), {}).setdefault(record["method"], []).append(record)

@@ -1,7 +1,7 @@
 """`lp chat`: talk to a model at a terminal, or through a pipe.
 
-Among ranks, rank 0 reads and prints; every rank gets each line and does the same with it, so that all have one history.
-`--cfg job` shows the keys.
+With several ranks, rank 0 reads the keyboard and prints. It sends each line to all ranks, which do the same with it, so
+that all have the same history. `--cfg job` shows the keys.
 """
 
 from .conversation import chat

@@ -1,4 +1,4 @@
-"""`python -m launch.chat`."""
+"""The entry point of `python -m launch.chat`."""
 
 import sys
 

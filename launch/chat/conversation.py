@@ -1,4 +1,4 @@
-"""A conversation with a model: each line is a command, or a turn that the model answers."""
+"""The loop of `lp chat`: each line that is read is a command, such as /set, or a message that the model answers."""
 
 from __future__ import annotations
 
@@ -60,28 +60,32 @@ NOTHING = Total(method="chat")
 
 
 def figures(total: Total) -> str:
-    """What answers took, in a line."""
+    """One line with tokens, decode steps, S (tokens a step) and speed, printed after each answer and by /stats.
+
+    Args:
+        total: the totals of one answer or of several.
+    """
     speed = f"S {total.compression:.2f}, {total.tokens_per_s:.1f} tokens/s"
     return f"{total.tokens} tokens, {total.steps} steps, {speed}"
 
 
 @dataclass(kw_only=True)
 class Chat:
-    """A conversation under way; the same on every rank.
+    """A running chat: reads lines, obeys commands, answers messages. Every rank has one, and all do the same.
 
     Args:
         config: the config, as the user gave it.
         context: this rank among the others.
         loaded: model and tokenizer.
-        decoder: answers.
+        decoder: generates the answers.
         history: the turns so far.
-        settings: the settings, as they are now.
-        keyboard: gives lines, on rank 0.
-        pen: writes.
+        settings: how to sample the next answer; /set changes it.
+        keyboard: source of the lines on rank 0; None on other ranks.
+        pen: writes answers and remarks; on ranks other than 0 to nowhere.
         grammar: grammar that every answer follows; None for none.
-        totals: totals of all answers.
-        images: images of the next message.
-        ended: nothing more is read.
+        totals: totals of all answers, for /stats.
+        images: images that /image has added to the next message.
+        ended: whether the chat is over: /exit, or the end of the input.
     """
 
     config: ChatConfig
@@ -98,7 +102,7 @@ class Chat:
     ended: bool = False
 
     def run(self) -> None:
-        """Greet, then read, do and answer until the end."""
+        """Greet the user, then read lines and act on each until the input ends or /exit."""
         self._greet()
         while not self.ended:
             line = self.context.share_text(self.keyboard.read() if self.keyboard else None, "waiting for a line")
@@ -154,7 +158,7 @@ class Chat:
         return f"{tokens} tokens" if self.history.context is None else f"{tokens} of {self.history.context} tokens"
 
     def _add_image(self, path: str) -> None:
-        """Read an image on rank 0, for all."""
+        """Read an image file on rank 0, send it to all ranks, and add it to the next message."""
         (self.history.images or ImagePrompts(tokenizer=self.loaded.tokenizer)).check()
         content = on_main(self.context, lambda: base64.b64encode(read_image(path)).decode())
         data = base64.b64decode(self.context.share_text(content, "reading an image") or "")
@@ -196,8 +200,10 @@ class Chat:
             signal.raise_signal(signal.SIGTERM)  # which `run` holds
 
     def _agree(self, turn: Turn, answer: str | None, error: UserError | None = None) -> None:
-        """Take rank 0's answer: Ctrl-C stops plain decoding, which has no exchange, on each rank by itself, and a rank
-        that failed alone, of which the others know nothing, goes on beside them.
+        """Add the turn to the history with rank 0's answer, on all ranks.
+
+        The ranks' own answers may differ: plain decoding has no exchange, so Ctrl-C stops it on each rank by itself;
+        and a rank that failed alone, unknown to the others, goes on beside them.
         """
         ending = json.dumps({"answer": answer, "failed": error is not None})
         of_rank_0 = json.loads(self.context.share_text(ending) or "")
@@ -207,7 +213,7 @@ class Chat:
             print(f"[rank {self.context.rank}] error: {explain(error)}", file=sys.stderr, flush=True)
 
     def _ends(self) -> list[int] | None:
-        """What ends an answer: the model's EOS tokens, and the one of the tokenizer, which may end a turn."""
+        """Tokens that end an answer: the model's EOS tokens, and in a chat the tokenizer's, which may end a turn."""
         own = self.loaded.model.generation_config.eos_token_id
         ends = [own] if isinstance(own, int) else list(own or ())
         extra = self.loaded.tokenizer.eos_token_id if self.history.chats else None
@@ -218,10 +224,13 @@ class Chat:
 
 
 def read_image(path: str) -> bytes:
-    """The content of a file.
+    """The content of an image file that the user has named with /image.
+
+    Args:
+        path: the path as typed; ~ stands for the home folder.
 
     Raises:
-        ValueError: it can't be read.
+        ValueError: no path was typed, or the file can't be read.
     """
     if not path:
         raise UserError("/image has no file; write /image FILE, as in /image photo.jpg")
@@ -232,7 +241,10 @@ def read_image(path: str) -> bytes:
 
 
 def chat(config: ChatConfig) -> None:
-    """Talk to a model until the input ends.
+    """Load a model and talk to it until the input ends.
+
+    Args:
+        config: this job's config.
 
     Raises:
         ValueError: a user error.

@@ -1,4 +1,4 @@
-"""The turns of a chat as the tokens that a model continues, in its chat template or as one plain text."""
+"""The turns of a chat, and the prompt that they make: in the model's chat template, or without one as plain text."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 class Turn(NamedTuple):
-    """A question and its answer.
+    """A message of the user and the model's answer to it.
 
     Attributes:
-        line: the user's line.
-        answer: the model's.
-        images: images before the line.
+        line: the user's message.
+        answer: the model's answer; empty while it is yet to come.
+        images: images that go before the message.
     """
 
     line: str
@@ -34,20 +34,21 @@ class Turn(NamedTuple):
 
 @dataclass
 class History:
-    """A conversation with a model.
+    """The conversation so far, from which the prompt for the next answer is made.
 
-    A tokenizer without a chat template belongs to a model that only continues text: there the history is the text so
-    far, in which every line of the user begins a new line, and an empty one goes on where the text ended.
+    A model whose tokenizer has no chat template only continues text. For it the prompt is the system text and all
+    messages and answers in a row, each message on a new line; an empty message makes the model go on where its answer
+    ended.
 
     Args:
         tokenizer: the model's tokenizer.
-        context: tokens the model can take; None for no limit.
-        system: what comes before all turns, and stays.
-        turns: what was said, oldest first.
-        images: makes prompts with images; None: the model takes none.
+        context: most tokens that the model can take; None for no limit.
+        system: system prompt; stays in front when old turns are dropped. None for none.
+        turns: the turns so far, oldest first.
+        images: turns prompts with images into the model's inputs; None for a model that takes no images.
 
     Raises:
-        ValueError: the chat template takes no system prompt.
+        ValueError: the chat template refuses a conversation, as one with a system prompt.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -61,27 +62,34 @@ class History:
 
     @property
     def chats(self) -> bool:
-        """Whether there is a chat template."""
+        """Whether the tokenizer has a chat template."""
         return bool(self.tokenizer.chat_template)
 
     @property
     def goes_on(self) -> bool:
-        """Whether there is a text to continue without another word."""
+        """Whether an empty message makes the model continue: there is some text, and no chat template."""
         return not self.chats and bool(self.turns or self.system)
 
     def ids(self, line: str) -> list[int]:
-        """The conversation's tokens, up to the answer to `line`.
+        """Token ids of the prompt for the next answer, from all turns and the new message.
+
+        Args:
+            line: the new message.
 
         Raises:
-            ValueError: what the chat template has against it.
+            ValueError: the chat template refuses this conversation.
         """
         return self.prompt(Turn(line)).tokens
 
     def prompt(self, asked: Turn, skip: int = 0) -> ImagePrompt:
-        """The conversation up to the answer to what is asked, without the oldest `skip` turns.
+        """The prompt for the next answer: token ids, and the model's inputs for images.
+
+        Args:
+            asked: the new message, with its images.
+            skip: how many of the oldest turns to leave out.
 
         Raises:
-            ValueError: what the chat template, or the processor of images, has against it.
+            ValueError: the chat template or the image processor refuses this conversation.
         """
         turns = [*self.turns[skip:], asked]
         if not self.chats:
@@ -98,17 +106,17 @@ class History:
             raise UserError(f"the model's chat template refuses this conversation: {error}{remedy}") from error
 
     def fit(self, asked: Turn, room: int) -> tuple[ImagePrompt, int]:
-        """The chat and what is asked, without the oldest turns if they leave no room for an answer.
+        """The prompt for the next answer; the oldest turns are dropped until it leaves room for the answer.
 
         Args:
-            asked: a line, and images before it.
-            room: tokens the answer may take; more than half the context is not worth a turn.
+            asked: the new message, with its images.
+            room: most tokens of the answer; at most half the context is kept free for it.
 
         Returns:
-            The prompt, and how many turns were dropped for good.
+            The prompt, and how many turns the history has lost for good.
 
         Raises:
-            ValueError: not even the last line fits.
+            ValueError: the new message alone does not fit the context.
         """
         prompt = self.prompt(asked)
         dropped = 0

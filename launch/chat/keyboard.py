@@ -1,4 +1,4 @@
-"""Where a chat's lines come from: a terminal with its line editor, or a pipe."""
+"""Source of a chat's lines: a terminal with line editing, or a pipe."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ HISTORY_LINES = 1000
 
 
 class Keyboard:
-    """Reads stdin line by line; `\"\"\"` begins and ends a text of several lines, and a pasted block is one text.
+    """Reads a chat's messages from stdin, one a line.
+
+    Two things are one message of several lines: a block between \"\"\" and \"\"\", and a block pasted into a terminal.
 
     Args:
-        history_file: lines of former chats, for the arrow keys of a terminal; None: none.
+        history_file: file of lines typed in former chats, which a terminal's arrow keys bring back; None keeps none.
 
     Raises:
-        ValueError: stdin is closed, or a history file cannot be read or written.
+        ValueError: stdin is closed, or the history file cannot be read or written.
     """
 
     def __init__(self, history_file: str | None = None) -> None:
@@ -37,7 +39,7 @@ class Keyboard:
         self._marks = self._terminal and not _readline_takes_pastes()
 
     def close(self) -> None:
-        """Save the lines that were typed, if there is a file for them."""
+        """Save the typed lines to the history file, if there is one."""
         if self._history is not None:
             import readline
 
@@ -45,7 +47,7 @@ class Keyboard:
                 readline.write_history_file(self._history)
 
     def read(self) -> str | None:
-        """What was typed, or None for the end: Ctrl-D, the end of a pipe, or Ctrl-C twice at the prompt.
+        """The next message; None when the user leaves: Ctrl-D, the end of a pipe, or Ctrl-C twice at the prompt.
 
         Raises:
             KeyboardInterrupt: Ctrl-C while reading a pipe.
@@ -88,7 +90,7 @@ class Keyboard:
         return line.removesuffix("\n")
 
     def _with_marks(self, prompt: str) -> str:
-        """A line, or a block of them between the marks that the terminal sets around what is pasted."""
+        """Read a line, or a pasted block: the terminal puts PASTE before it and PASTED behind it."""
         print(MARKS_ON, end="", flush=True)
         try:
             line = input(prompt)
@@ -100,15 +102,15 @@ class Keyboard:
 
 
 def _is_fenced(block: str) -> bool:
-    """Whether all of a block is between quotes, the first of which have a line of their own."""
+    """Whether a whole pasted block stands between \"\"\" and \"\"\", the first of them on a line of its own."""
     first, _, rest = block.partition("\n")
     return first == FENCE and rest.rstrip("\n").endswith(FENCE)
 
 
 def _readline_takes_pastes() -> bool:
-    """Let GNU readline put a pasted block into one line; whether there is a line editor at all.
+    """Make GNU readline take a pasted block as one line; False without readline, where the terminal's marks are read.
 
-    Others than GNU's know no pasted blocks, and would show marks of them.
+    libedit, which takes its place on macOS, knows no pasted blocks and would show the marks: True for it too.
     """
     try:
         import readline
@@ -120,7 +122,7 @@ def _readline_takes_pastes() -> bool:
 
 
 def _edit_lines(history_file: str | None) -> Path | None:
-    """Arrow keys and the lines typed before, where Python has readline; returns the file to save them in."""
+    """Load the typed lines of former chats into readline; return the file to save them in, None without one."""
     try:
         import readline
     except ImportError:

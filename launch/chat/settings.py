@@ -1,4 +1,4 @@
-"""What /set changes in a chat."""
+"""The settings of a chat that /set changes: sampling, and the length of answers."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from ..config.schema import ChatConfig, frozen, mirror
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How answers are generated from now on.
+    """How the next answers of a chat are sampled, and how long they may be.
 
     Args:
-        sampling: used unless greedy.
+        sampling: sampling parameters; while `greedy`, all but the repetition penalty wait unused.
         greedy: whether every token is the most likely one.
         max_new_tokens: most tokens of an answer.
-        given: the config says how to sample, whatever the checkpoint does.
+        given: whether the config says how to sample, so that the checkpoint's generation_config.json is not asked.
     """
 
     sampling: lp.SamplingParams
@@ -35,7 +35,10 @@ class Settings:
 
     @classmethod
     def of(cls, config: ChatConfig) -> Settings:
-        """The settings with which a chat begins, as its config has them.
+        """The settings with which a chat begins, from its config.
+
+        Args:
+            config: the chat's config.
 
         Raises:
             ValueError: a value out of range.
@@ -48,7 +51,11 @@ class Settings:
         return cls(sampling=base, greedy=greedy, max_new_tokens=config.max_new_tokens, given=given)
 
     def behind(self, checkpoint: Checkpoint) -> Settings:
-        """These settings where the config says how to sample; else those of the checkpoint."""
+        """These settings, or the checkpoint's own sampling where the config does not say how to sample.
+
+        Args:
+            checkpoint: what the checkpoint's generation_config.json asks for.
+        """
         if self.given:
             return self
         sampling = sampled_by_checkpoint(None, checkpoint, self.sampling.seed)
@@ -56,7 +63,7 @@ class Settings:
 
     @property
     def chosen(self) -> lp.SamplingParams | None:
-        """How a decoder is to sample; None is greedy."""
+        """Sampling parameters to call the decoder with; None for greedy decoding."""
         if not self.greedy:
             return self.sampling
         if self.sampling.repetition_penalty == 1:
@@ -64,7 +71,12 @@ class Settings:
         return lp.SamplingParams(temperature=0.0, repetition_penalty=self.sampling.repetition_penalty)
 
     def changed(self, words: list[str]) -> Settings:
-        """Set these `key=value`, in a copy; a temperature of 0 is greedy, any other field of what draws ends that.
+        """A copy with values changed, as /set does it.
+
+        temperature=0 switches to greedy decoding. Any other sampling key but repetition_penalty switches to sampling.
+
+        Args:
+            words: "key=value" each, as in ["temperature=0.8", "top_p=0.95"].
 
         Raises:
             ValueError: an unknown key, or a value of another type or out of range.

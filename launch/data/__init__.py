@@ -1,1 +1,1 @@
-"""What is decoded: prompts, from the package, files and the hub, and shapes of published models."""
+"""Input of the apps: prompts from the package, files and the hub, images, and shapes of published models."""

@@ -1,4 +1,4 @@
-"""Prompts from a data set of the Hugging Face hub, or a folder laid out as one, through the package `datasets`."""
+"""Read prompts from a data set on the Hugging Face hub, or a folder laid out like one, by the package `datasets`."""
 
 from __future__ import annotations
 
@@ -18,16 +18,19 @@ def load_hub(
     task_id: str | None = None,
     limit: int | None = None,
 ) -> list[Prompt]:
-    """The prompts in a split of a data set, in the order of its records.
+    """Read the prompts in one split of a data set, in the order of its records.
 
     Args:
-        name, subset, split: which part of which data set; a folder of JSONL files is one too.
-        prompt, reference, task_id: a field, or a template of fields, as in "Sum up: {article}"; without a task_id, the
-            record's number.
-        limit: read only so many records, the first ones; None reads all.
+        name: the data set's name on the hub, or a folder of JSONL files.
+        subset: name of its configuration, as in "main"; None for a data set without.
+        split: name of the split, as in "test".
+        prompt: field of the prompt's text, or a template of fields, as in "Sum up: {article}".
+        reference: field or template of a known continuation; None for none.
+        task_id: field or template of the prompt's name; None takes the record's number.
+        limit: read only the first `limit` records; None reads all.
 
     Raises:
-        ValueError: no `datasets`, no such data set, or a field that it does not have.
+        ValueError: `datasets` is not installed, there is no such data set, or it lacks a field.
     """
     try:
         from datasets import load_dataset

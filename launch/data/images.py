@@ -1,4 +1,4 @@
-"""Images from files and requests: bytes of a known format, decoded by pillow within a bound."""
+"""Decode images from files and requests, which may be hostile: known formats alone, and a bounded number of pixels."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ MOST_RATIO = 100  # of an image's sides: processors as LLaVA's first enlarge the
 
 
 def decoded(data: bytes, name: str, room: int = MOST_PIXELS) -> Image:
-    """An image in RGB, upright as its camera says.
+    """Decode an image file into an RGB image, turned upright as its EXIF orientation says.
 
     Args:
-        data: content of the image's file, which nobody has checked.
-        name: what messages call it.
-        room: pixels that it may have.
+        data: content of the image file; it may be anything.
+        name: what error messages call the image, as in "photo.jpg".
+        room: most pixels that the image may have: what the prompt's images before it leave of MOST_PIXELS.
 
     Raises:
-        ValueError: it is no image of FORMATS, is broken, too long for its width, or has too many pixels; or pillow is
-            missing.
+        ValueError: not an image in one of FORMATS, broken, too many pixels, one side more than MOST_RATIO times the
+            other; or pillow is not installed.
     """
     if not is_installed("PIL"):
         raise UserError(f"images need pillow; install the extra: {install_command('images')}")

@@ -1,4 +1,4 @@
-"""Prompts of a given length: other prompts of the task in front of each, as the files before one in a repository."""
+"""Lengthen prompts, to measure decoding in long contexts: other prompts of the task go in front."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from itertools import cycle
 
 
 def lengthened(ids: list[int], others: Sequence[list[int]], num_tokens: int, bos: int | None) -> list[int]:
-    """A prompt of `num_tokens` tokens that ends with this one.
+    """Lengthen a prompt to exactly `num_tokens` tokens by texts in front of it; a longer prompt stays as it is.
 
     Args:
-        ids: the prompt's token ids, (L,); returned as they are if L is `num_tokens` or more.
-        others: token ids of other texts, put in front in turn, the nearest first, and again from the start; at least
-            one that is not empty. The first of the texts in front is cut at its beginning.
-        num_tokens: how many tokens the result has.
-        bos: begins the result if it begins the prompt; None for none.
+        ids: the prompt's token ids, (L,).
+        others: token ids of other texts to put in front: the first of them directly before the prompt, the next before
+            that one, and so on, over again when all are used. At least one must not be empty. The outermost is cut at
+            its beginning.
+        num_tokens: tokens of the result.
+        bos: the tokenizer's BOS id, which stays in front if the prompt begins with it; None where it has none.
     """
     if len(ids) >= num_tokens:
         return ids

@@ -1,4 +1,4 @@
-"""Prompts: the dozen written for this project, and JSONL files of tasks."""
+"""Prompts to decode: twelve that come with the package, and JSONL files of tasks such as HumanEval."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ BUILTIN = Path(__file__).parent / "builtin"  # one unfinished piece of Python a 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """A text to continue, and what is known of it.
+    """A text that a model is to continue, with its name and, for tasks that are graded, its reference and tests.
 
     Args:
-        task_id: names it in tables and files.
+        task_id: name of the prompt in tables and record files, as in "HumanEval/0".
         text: the prompt itself.
-        reference: a known continuation, where the task has one.
-        source: where it comes from.
-        fields: all that its record of a data set has, its tests among them.
+        reference: a known good continuation; None where the task has none.
+        source: where the prompt comes from, as in a data set's name.
+        fields: the prompt's whole record in its data set, which may hold its tests; empty for a prompt without a
+            record.
     """
 
     task_id: str
@@ -34,7 +35,11 @@ class Prompt:
 
 
 def load_builtin(limit: int | None = None) -> list[Prompt]:
-    """The prompts that come with the package; only the first `limit` ones."""
+    """Read the prompts that come with the package, in the order of their names.
+
+    Args:
+        limit: read only the first `limit` prompts; None reads all.
+    """
     # Editors end a file with a newline; a prompt ends with its last character, so that the model writes the newline.
     return [
         Prompt(
@@ -48,11 +53,14 @@ def load_builtin(limit: int | None = None) -> list[Prompt]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fields:
-    """What the records of a data set call the parts of a prompt.
+    """Names under which a data set's records hold the parts of a prompt, so that its file can be read as published.
+
+    Each is the name of a field, or a template of fields, as in "Sum up: {article}".
 
     Args:
-        prompt, reference, task_id: a field, or a template of fields, as in "Sum up: {article}"; without a task_id, the
-            record's number.
+        prompt: field or template of the prompt's text.
+        reference: field or template of a known continuation; None for none.
+        task_id: field or template of the prompt's name; None takes the record's number.
     """
 
     prompt: str
@@ -60,10 +68,15 @@ class Fields:
     task_id: str | None = None
 
     def read(self, record: Mapping[str, Any], number: str, source: str | None) -> Prompt:
-        """Make a prompt of a data set's record.
+        """Make a prompt of one record of the data set.
+
+        Args:
+            record: the record's fields by name.
+            number: the prompt's name where the data set has no field for it.
+            source: the data set's name.
 
         Raises:
-            ValueError: it lacks a field.
+            ValueError: the record lacks a field.
         """
         return Prompt(
             task_id=filled(self.task_id, record) if self.task_id else number,
@@ -75,10 +88,14 @@ class Fields:
 
 
 def filled(template: str, record: Mapping[str, Any]) -> str:
-    """A field by its name, or a template with the fields it names.
+    """The value of a record's field, or a template filled with the record's fields.
+
+    Args:
+        template: a field's name, as in "article", or a template, as in "Sum up: {article}".
+        record: the fields by name.
 
     Raises:
-        ValueError: the record does not have one of them.
+        ValueError: the record has no such field.
     """
     try:
         return template.format_map(record) if "{" in template else str(record[template])
@@ -87,12 +104,15 @@ def filled(template: str, record: Mapping[str, Any]) -> str:
 
 
 def load_jsonl(path: str | Path, limit: int | None = None, fields: Fields | None = None) -> list[Prompt]:
-    """Read one prompt a line: {"task_id": ..., "prompt": ..., "reference": ..., "source": ...}, the last two optional.
+    """Read prompts from a file with one JSON object a line, as in {"task_id": ..., "prompt": ...}.
+
+    A line may also have "reference" and "source". Without "task_id", the file's name and the line's number are the
+    name.
 
     Args:
         path: the file; blank lines are skipped.
-        limit: read only so many prompts, the first ones; None reads all.
-        fields: names that the data set gives its fields, so that its file can be read as it was published.
+        limit: read only the first `limit` prompts; None reads all.
+        fields: the data set's own field names, for lines without "prompt"; None expects the names above.
 
     Raises:
         ValueError: no such file, no prompt in it, or a bad line, named by its number.
@@ -106,10 +126,14 @@ def load_jsonl(path: str | Path, limit: int | None = None, fields: Fields | None
 
 
 def read_text(path: str | Path, name: str = "prompt file") -> str:
-    """The text of a file, newlines as they are.
+    """The content of a UTF-8 text file, with its line ends unchanged.
+
+    Args:
+        path: the file.
+        name: what error messages call it, as in "prompt file".
 
     Raises:
-        ValueError: it does not exist, may not be read, or is not UTF-8; `name` is what the message calls it.
+        ValueError: the file does not exist, may not be read, or is not UTF-8.
     """
     if not Path(path).is_file():
         raise UserError(f"{name} {path} does not exist or is not a file; give the path of a text file")
@@ -122,10 +146,14 @@ def read_text(path: str | Path, name: str = "prompt file") -> str:
 
 
 def check_whole(text: str, what: str) -> None:
-    """Refuse half of a surrogate pair, which is no text that a tokenizer takes.
+    """Refuse a text with half of a surrogate pair, as "\\ud83d" alone in JSON gives: no tokenizer takes it.
+
+    Args:
+        text: the text to check.
+        what: begins the error message, as in "the prompt has half a character".
 
     Raises:
-        ValueError: `what` it is, and the remedy.
+        ValueError: the text has such a half.
     """
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise UserError(f"{what}; write it as UTF-8")

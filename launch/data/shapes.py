@@ -1,6 +1,6 @@
-"""Shapes of published models, to be built with random weights where they are to run: nothing is downloaded.
+"""Models with the shapes of published ones and random weights, for measuring speed without a download.
 
-The figures are those of each model's config.json.
+The sizes are those of each model's config.json.
 """
 
 from __future__ import annotations
@@ -21,7 +21,15 @@ _WIDTHS = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_head
 def _shape(
     model_type: str, sizes: tuple[int, int, int, int, int, int], context: int, theta: float, eps: float
 ) -> dict[str, Any]:
-    """The fields of a config; sizes: vocabulary, hidden, intermediate, query heads, KV heads, layers."""
+    """Fields of a transformers config.
+
+    Args:
+        model_type: transformers' name of the architecture, as in "llama".
+        sizes: vocabulary, hidden, intermediate, query heads, KV heads, layers.
+        context: most positions.
+        theta: base of the rotary frequencies.
+        eps: epsilon of RMSNorm.
+    """
     fields: dict[str, Any] = dict(zip((*_WIDTHS, "num_hidden_layers"), sizes, strict=True))
     fields |= {"model_type": model_type, "max_position_embeddings": context, "rms_norm_eps": eps}
     fields |= {"rope_parameters": {"rope_type": "default", "rope_theta": theta}, "tie_word_embeddings": False}
@@ -42,15 +50,15 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def shape_config(name: str, layers: int | None = None, divide: int = 1) -> Any:
-    """transformers' config of a published model's shape, whole or scaled down.
+    """transformers' config of a published model, whole or scaled down so that it fits a small machine.
 
     Args:
-        name: one of SHAPES.
-        layers: decoder layers; None takes all.
-        divide: every width by this: vocabulary, hidden, intermediate, heads; the head dimension stays.
+        name: a key of SHAPES, as in "codellama_7b".
+        layers: decoder layers; None keeps all of the model's.
+        divide: divisor of every width: vocabulary, hidden, intermediate, heads. The head dimension stays.
 
     Raises:
-        ValueError: an unknown name, or a scale the shape cannot take.
+        ValueError: an unknown name, more layers than the model has, or a divisor that does not divide its heads.
     """
     if name not in SHAPES:
         raise UserError(f"model.name is {name!r}; the shapes are {', '.join(SHAPES)}")
@@ -69,7 +77,11 @@ def shape_config(name: str, layers: int | None = None, divide: int = 1) -> Any:
 
 
 def sketch(config: Any, dtype: str) -> PreTrainedModel:
-    """The model without memory for its weights, to be counted.
+    """Build a model on torch's meta device, without memory for weights, to learn how much memory the real one takes.
+
+    Args:
+        config: transformers' config, from `shape_config`.
+        dtype: dtype of the weights by name, as in "bfloat16".
 
     Raises:
         ValueError: an unknown dtype.
@@ -86,15 +98,15 @@ def sketch(config: Any, dtype: str) -> PreTrainedModel:
 
 
 def build_shape(config: Any, dtype: str, device: torch.device) -> PreTrainedModel:
-    """A causal LM of this config with weights of transformers' own initialisation, drawn on the device.
+    """Build a causal LM with random weights, which transformers' own initialisation draws directly on the device.
 
     Args:
-        config: what `shape_config` returned.
-        dtype: the weights' type, as `load` takes it, but for "auto".
-        device: where they are made.
+        config: transformers' config, from `shape_config`.
+        dtype: dtype of the weights by name, as in "bfloat16"; not "auto".
+        device: where the weights are made.
 
     Raises:
-        ValueError: an unknown dtype, or weights that the device's free memory can't hold.
+        ValueError: an unknown dtype, or too little free memory on the device.
     """
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
@@ -109,15 +121,19 @@ def build_shape(config: Any, dtype: str, device: torch.device) -> PreTrainedMode
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
-    """Bytes of a model's parameters."""
+    """Bytes of all parameters of a model; a sketch's count too, although they take no memory."""
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
 def check_memory(needed: int, device: torch.device) -> None:
-    """Refuse what the device has no room for.
+    """Refuse to allocate more bytes on a device than are free, before an allocation fails halfway.
+
+    Args:
+        needed: bytes to be allocated.
+        device: where; a device that does not tell its free memory is not checked.
 
     Raises:
-        ValueError: the bytes needed and those free.
+        ValueError: names the bytes needed and those free.
     """
     from lp.models.memory import format_bytes, free_bytes
 

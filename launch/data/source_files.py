@@ -1,4 +1,4 @@
-"""The files of a folder that a repository would keep: what .gitignore names is left out, and so is what is no text."""
+"""List the source files of a folder, as a repository would keep them: without what .gitignore names."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ BEGINNING = 8192  # bytes in which a binary file has a zero, as git has it
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file of a folder.
+    """A file of a folder, with the size and time by which a later listing tells whether it has changed.
 
     Attributes:
-        path: relative to the folder.
+        path: path relative to the folder.
         size: bytes.
-        modified_ns: when it was last changed.
+        modified_ns: time of the last change, in nanoseconds since the epoch.
     """
 
     path: str
@@ -32,17 +32,17 @@ class SourceFile:
 
 
 def source_files(folder: Path, needs_git: bool = False) -> list[SourceFile]:
-    """The files in a folder and those below it, by path; without those that .gitignore leaves out, and links.
+    """List the files in a folder and its subfolders, sorted by path, without links and what .gitignore names.
 
-    Repositories in it, submodules among them, are listed each by its own .gitignore. Where git fails, .gitignore is not
-    read, with a warning.
+    Repositories inside the folder, submodules among them, are listed by their own .gitignore. Where git fails, a
+    warning says so, .gitignore is not read, and hidden files are left out.
 
     Args:
-        folder: whose files are listed.
-        needs_git: refuse to list them where git fails.
+        folder: the folder to list.
+        needs_git: raise an error where git fails, instead of the warning.
 
     Raises:
-        ValueError: no such folder; or git is needed, and fails.
+        ValueError: no such folder; or `needs_git`, and git fails.
     """
     check_folder(folder)
     found = []
@@ -61,17 +61,21 @@ def source_files(folder: Path, needs_git: bool = False) -> list[SourceFile]:
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse what is no folder.
+    """Refuse a path that is not a folder.
 
     Raises:
-        ValueError: it is none.
+        ValueError: names the path.
     """
     if not folder.is_dir():
         raise UserError(f"{str(folder)!r} is no folder; give one with the files to read")
 
 
 def text_of(path: Path) -> str | None:
-    """The text in a file; None for a binary file, or one that is not UTF-8."""
+    """The text of a UTF-8 file; None for a binary file or another encoding.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
     data = path.read_bytes()
     if b"\0" in data[:BEGINNING]:
         return None
@@ -82,7 +86,11 @@ def text_of(path: Path) -> str | None:
 
 
 def _paths(folder: Path, needs_git: bool) -> Iterator[str]:
-    """Paths as git lists them: of its repository; outside one, or where it leaves the folder out, as if it were one."""
+    """Paths as `git ls-files` lists them, tracked and untracked ones, without those that .gitignore names.
+
+    Outside a repository, or in a folder that the repository ignores, git lists the folder as if it were a new
+    repository.
+    """
     git, listing = ["git", "-C", str(folder)], ["ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     try:
         ran = subprocess.run([*git, *listing], capture_output=True)

@@ -1,6 +1,7 @@
-"""Other implementations behind the interface of our decoders, to be measured beside them.
+"""Other implementations behind the interface of lp's decoders, to be measured beside them.
 
-A baseline is one module that decorates a function with `register_baseline("name")`, and its line in the import below.
+To add a baseline, write a module that decorates its build function with `register_baseline("name")`, and import it
+below.
 """
 
 from __future__ import annotations

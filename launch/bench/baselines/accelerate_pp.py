@@ -1,4 +1,4 @@
-"""accelerate's pipeline: layers spread over the GPUs of this process, which work one after the other."""
+"""Baseline: accelerate's pipeline, which spreads layers over this process' GPUs; the GPUs work one after the other."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .weights import with_shared_weights
 
 
 def missing(options: BaselineOptions) -> str | None:
-    """What a pipeline lacks here: two GPUs, or the package."""
+    """What accelerate_pp lacks here, with the remedy: two GPUs, or the package. None if it can run."""
     gpus = torch.cuda.device_count()
     if gpus < 2:
         return f"spreads layers over GPUs and needs two; torch sees {gpus}: leave it out here"
@@ -24,10 +24,15 @@ def missing(options: BaselineOptions) -> str | None:
 
 @register_baseline("accelerate_pp", missing=missing)
 def build(model: PreTrainedModel, context: ParallelContext, options: BaselineOptions) -> Decoder:
-    """Plain decoding by a copy of the model with its layers balanced over every GPU that this process sees.
+    """Plain decoding by a copy of the model whose layers are spread evenly over every GPU that this process sees.
+
+    Args:
+        model: an HF causal LM, whose weights are shared where possible.
+        context: this rank.
+        options: options of the benchmark; none is used.
 
     Raises:
-        ValueError: fewer than two GPUs, or no accelerate.
+        ValueError: less than two GPUs, or accelerate is not installed.
     """
     if lacking := missing(options):
         raise UserError(f"accelerate_pp {lacking}")

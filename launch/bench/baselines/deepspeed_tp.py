@@ -1,4 +1,4 @@
-"""DeepSpeed's automatic tensor parallelism (AutoTP): the paper's tensor-parallel baseline."""
+"""Baseline: DeepSpeed's automatic tensor parallelism (AutoTP), which the paper compares with."""
 
 from __future__ import annotations
 
@@ -19,10 +19,15 @@ from .weights import with_shared_weights
 
 @register_baseline("deepspeed_tp", all_ranks=True, missing=needs_package("deepspeed", "deepspeed"))
 def build(model: PreTrainedModel, context: ParallelContext, options: BaselineOptions) -> Decoder:
-    """Plain decoding by a copy of the model whose matrices are split over all ranks; each rank calls this.
+    """Plain decoding by a copy of the model whose matrices DeepSpeed splits over all ranks; each rank calls this.
+
+    Args:
+        model: an HF causal LM.
+        context: this rank among the others.
+        options: options of the benchmark; none is used.
 
     Raises:
-        ValueError: a single rank, no DeepSpeed, or a dtype it refuses on this device.
+        ValueError: a single rank, DeepSpeed is not installed, or a dtype that it refuses on this device.
     """
     if context.world_size == 1:
         raise UserError("deepspeed_tp splits a model over ranks, and there is one; launch with NPROC=2 or more")

@@ -1,6 +1,7 @@
-"""transformers' own `generate` as a decoder: its loops, its caches and its drafts.
+"""Baselines by transformers' own `generate`, with its loops, caches and drafts, behind the interface of lp's decoders.
 
-The prompt but its last token is prefilled before `generate` begins, as ours is, so that its steps and times compare.
+All of the prompt but its last token is prefilled before `generate` begins, as lp does it, so that steps and times
+compare.
 """
 
 from __future__ import annotations
@@ -38,18 +39,21 @@ from .registry import BaselineOptions, register_baseline
 
 @register_baseline("hf_generate")
 def build_dynamic(model: PreTrainedModel, context: ParallelContext, options: BaselineOptions) -> Decoder:
-    """Transformers' generate with the cache that grows."""
+    """Baseline hf_generate: transformers' `generate` with its default cache, which grows with the text."""
     return HFGenerateDecoder(model)
 
 
 @register_baseline("hf_static")
 def build_static(model: PreTrainedModel, context: ParallelContext, options: BaselineOptions) -> Decoder:
-    """Transformers' generate with a cache of fixed size, whose step it compiles on a GPU."""
+    """Baseline hf_static: transformers' `generate` with a cache of fixed size; on a GPU it compiles the step."""
     return HFGenerateDecoder(model, static=True)
 
 
 def missing_release(options: BaselineOptions) -> str | None:
-    """Refuse transformers before 5.18, which asks stopping criteria about draft tokens that are not accepted yet."""
+    """Why transformers before 5.18 cannot draft here, with the remedy; None for a newer release.
+
+    Older releases ask stopping criteria about draft tokens that are not accepted yet.
+    """
     if Version(tf.__version__) >= Version("5.18"):
         return None
     return f"needs transformers 5.18 or newer, and {tf.__version__} is installed; upgrade it"
@@ -57,26 +61,34 @@ def missing_release(options: BaselineOptions) -> str | None:
 
 @register_baseline("hf_prompt_lookup", missing=missing_release)
 def build_prompt_lookup(model: PreTrainedModel, context: ParallelContext, options: BaselineOptions) -> Decoder:
-    """Transformers' generate with its own prompt lookup."""
+    """Baseline hf_prompt_lookup: transformers' `generate` with its own prompt lookup."""
     return HFGenerateDecoder(model, prompt_lookup=options.num_tokens)
 
 
 def missing_draft(options: BaselineOptions) -> str | None:
-    """What assisted generation lacks here: a model that drafts, or a new enough transformers."""
+    """What hf_assisted lacks here, with the remedy: a draft model, or a newer transformers. None if it can run."""
     return missing_release(options) if options.draft else "needs a draft model; give draft=<folder or hub name>"
 
 
 @register_baseline("hf_assisted", missing=missing_draft)
 def build_assisted(model: PreTrainedModel, context: ParallelContext, options: BaselineOptions) -> Decoder:
-    """Transformers' generate with a model that drafts."""
+    """Baseline hf_assisted: transformers' `generate` with a small model that drafts (assisted generation).
+
+    Raises:
+        ValueError: there is no draft model, or it does not fit the model.
+    """
     return HFGenerateDecoder(model, draft=load_draft(options.draft, model))
 
 
 def load_draft(name: str | None, model: PreTrainedModel) -> PreTrainedModel:
-    """The model that drafts, on the device and in the dtype of the one it drafts for.
+    """Load the draft model for assisted generation, on the device and in the dtype of the model that it drafts for.
+
+    Args:
+        name: folder or hub name of the draft model; None raises an error that asks for one.
+        model: the model that it drafts for.
 
     Raises:
-        ValueError: none is named, it cannot be loaded, or it has another vocabulary.
+        ValueError: no name, it cannot be loaded, or it has another vocabulary.
     """
     if name is None:
         raise UserError("hf_assisted needs a draft model; give draft=<folder or hub name>")
@@ -88,12 +100,12 @@ def load_draft(name: str | None, model: PreTrainedModel) -> PreTrainedModel:
 
 
 class HFGenerateDecoder(Decoder):
-    """`generate` of transformers on this rank alone.
+    """transformers' `generate` as a decoder, on this rank alone.
 
     Args:
         model: an HF causal LM, loaded and on its device.
-        static: a cache of fixed size, with which transformers takes no drafts, and compiles the step on a GPU.
-        prompt_lookup: tokens that prompt lookup copies a step; None copies none.
+        static: whether its cache has a fixed size; transformers then takes no drafts, and compiles the step on a GPU.
+        prompt_lookup: draft tokens of a step of its prompt lookup; None for no prompt lookup.
         draft: a model that drafts; None for none.
     """
 
@@ -143,7 +155,10 @@ class HFGenerateDecoder(Decoder):
         return self.draft is not None or bool(self.prompt_lookup)
 
     def _prefilled(self, ids: torch.Tensor, request: Request) -> Cache:
-        """A cache with the KV of the prompt but its last token; empty where rotary frequencies need all of it."""
+        """A cache with the keys and values of all of the prompt but its last token.
+
+        It is empty where the rotary frequencies depend on the length, so that the prompt must be computed in one pass.
+        """
         cache: Cache = DynamicCache(config=self.model.config)
         if self.static:
             cache = StaticCache(config=self.model.config, max_cache_len=len(request.prompt) + request.max_new_tokens)
@@ -154,7 +169,7 @@ class HFGenerateDecoder(Decoder):
         return cache
 
     def _config(self, request: Request) -> GenerationConfig:
-        """A complete config: transformers takes from the model's own what this one leaves out."""
+        """A config that names every field: transformers takes the others from the model's own config."""
         # An id that no token has: the stopping criterion ends the text.
         no_token = self.model.get_input_embeddings().weight.shape[0]
         drafts: dict[str, Any] = {"prompt_lookup_num_tokens": self.prompt_lookup} if self.prompt_lookup else {}
@@ -170,7 +185,7 @@ class HFGenerateDecoder(Decoder):
 
 
 class _Sampled(LogitsProcessor):
-    """Leaves the token that plain decoding samples: the same processors and the same noise."""
+    """Chooses the token that lp's plain decoding samples, by the same logits processors and noise."""
 
     def __init__(self, request: Request) -> None:
         self.sampler = request.sampler
@@ -184,7 +199,7 @@ class _Sampled(LogitsProcessor):
 
 
 class _Steps(StoppingCriteria):
-    """Called once a step: records its tokens and time, and ends the text where our decoders would end it."""
+    """Stopping criterion, called once a step: records the step's tokens and time, and ends the text where lp would."""
 
     def __init__(self, request: Request, timer: StepTimer) -> None:
         self.request = request
@@ -196,7 +211,7 @@ class _Steps(StoppingCriteria):
         self.num_tokens = 1  # of the current forward pass
 
     def before_forward(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Count the tokens of the forward pass; the first one, with drafts, would repeat the cached prefix."""
+        """Count a forward pass' tokens. With drafts the first pass would repeat the cached prompt: cut that off."""
         if not self.stats and self.request.boundary is None:
             cached = len(self.request.prompt) - 1
             names = [name for name in ("input_ids", "position_ids") if kwargs.get(name) is not None]

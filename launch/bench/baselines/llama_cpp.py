@@ -1,7 +1,7 @@
-"""llama.cpp through llama-cpp-python as a decoder: plain, and with the prompt lookup that the package has.
+"""Baselines by llama.cpp, through llama-cpp-python: plain decoding, and the package's own prompt lookup.
 
-It reads the model from a GGUF file and runs on as many threads as torch has. The KV cache is of the model's dtype.
-The prompt but its last token is prefilled before the clock of its decoding starts, as ours is.
+It reads the model from a GGUF file, runs on as many threads as torch has, and caches keys and values in the model's
+dtype. All of the prompt but its last token is prefilled before decoding is timed, as in lp.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ GGML_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}
 
 
 def missing(options: BaselineOptions) -> str | None:
-    """What llama.cpp lacks here: its package, the model as GGUF, or greedy decoding, whose tokens alone compare."""
+    """What llama.cpp lacks here, with the remedy: its package, a GGUF file, or greedy decoding. None if it can run.
+
+    When it samples, its noise is its own, so that only greedy texts compare.
+    """
     if not is_installed("llama_cpp"):
         return (
             f"needs the package llama-cpp-python; {install_command('llama-cpp')}, which compiles it: "
@@ -50,13 +53,21 @@ def missing(options: BaselineOptions) -> str | None:
 
 @register_baseline("llama_cpp", missing=missing)
 def build_plain(model: PreTrainedModel, context: ParallelContext, options: BaselineOptions) -> Decoder:
-    """llama.cpp's plain decoding, one token a step."""
+    """Baseline llama_cpp: llama.cpp's plain decoding, one token a step.
+
+    Raises:
+        ValueError: it lacks something: see `missing`.
+    """
     return LlamaCppDecoder(model, _gguf(options))
 
 
 @register_baseline("llama_cpp_prompt_lookup", missing=missing)
 def build_prompt_lookup(model: PreTrainedModel, context: ParallelContext, options: BaselineOptions) -> Decoder:
-    """llama.cpp with its own prompt lookup."""
+    """Baseline llama_cpp_prompt_lookup: llama.cpp with llama-cpp-python's prompt lookup.
+
+    Raises:
+        ValueError: it lacks something: see `missing`.
+    """
     return LlamaCppDecoder(model, _gguf(options), prompt_lookup=options.num_tokens)
 
 
@@ -67,12 +78,12 @@ def _gguf(options: BaselineOptions) -> str:
 
 
 class LlamaCppDecoder(Decoder):
-    """Greedy decoding by llama.cpp on this rank alone.
+    """llama.cpp as a decoder, greedy, on this rank alone.
 
     Args:
-        model: the same model in torch, whose vocabulary and dtype count.
+        model: the same model in torch, which gives vocabulary and dtype.
         gguf: path of its GGUF file.
-        prompt_lookup: most tokens that prompt lookup copies a step; None copies none.
+        prompt_lookup: most draft tokens of a step of prompt lookup; None for no prompt lookup.
     """
 
     follows = NONE  # a peer is measured on what was asked for
@@ -86,7 +97,7 @@ class LlamaCppDecoder(Decoder):
 
     @property
     def attention(self) -> str:
-        """What computes attention, for tables: llama.cpp's own."""
+        """Name of the attention backend for tables: llama.cpp's own."""
         return "llama.cpp's"
 
     def _decode(self, request: Request) -> GenerationOutput:
@@ -110,7 +121,7 @@ class LlamaCppDecoder(Decoder):
         )
 
     def _with_context(self, num_tokens: int) -> Any:
-        """The model with a context of at least so many tokens.
+        """llama.cpp's model with a context of at least so many tokens, loaded again if the last one was shorter.
 
         Raises:
             UserError: the file cannot be read, or has another vocabulary.
@@ -146,12 +157,12 @@ class LlamaCppDecoder(Decoder):
 
 
 class _Steps:
-    """The tokens of a text by steps. As the package's draft model it is called between two steps.
+    """Collects generated tokens by step, and drafts for llama-cpp-python, which calls it as draft model between steps.
 
     Args:
-        request: what ends the text.
-        timer: started with the first step.
-        prompt_lookup: most tokens to draft a step; None drafts none, and every token is a step.
+        request: decides where the text ends.
+        timer: timer of the steps; the first step has begun with it.
+        prompt_lookup: most draft tokens of a step; None drafts none, and every token is a step.
     """
 
     def __init__(self, request: Request, timer: StepTimer, prompt_lookup: int | None) -> None:
@@ -170,7 +181,7 @@ class _Steps:
         self.num_tokens = 1  # of the current step
 
     def add(self, token: int) -> None:
-        """A token of the text; without drafts, and at the text's end, the step ends with it."""
+        """Add a generated token; without drafts, and at the text's end, the step ends with it."""
         self.tokens.append(token)
         self.reason, self.length = self.request.stopping.check(self.tokens, 1)
         if not self.reason and self.request.signals.requested:
@@ -179,7 +190,7 @@ class _Steps:
             self._end_step()
 
     def __call__(self, input_ids: np.ndarray, /, **kwargs: Any) -> np.ndarray:
-        """End the step and draft for the next one: (L,) ids of the text to at most `prompt_lookup` ids."""
+        """End the step and draft for the next one: from the text's token ids (L,), at most `prompt_lookup` ids."""
         self._end_step()
         drafted: np.ndarray = self.draft(input_ids)
         self.num_tokens = 1 + len(drafted)

@@ -1,4 +1,4 @@
-"""The baselines by name, which each module of this package registers."""
+"""The registry of baselines: by name, how each is built and on which ranks it runs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from lp.parallel.context import ParallelContext
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BaselineOptions:
-    """Options of the benchmark that a baseline may use.
+    """Options of the benchmark's config that baselines may use.
 
     Args:
-        draft: model that drafts for `hf_assisted`: a folder, a hub name, or "demo".
-        gguf: path of the model as llama.cpp reads it.
-        num_tokens: tokens that `hf_prompt_lookup` and `llama_cpp_prompt_lookup` copy a step.
+        draft: draft model of `hf_assisted`: a folder, a hub name, or "demo"; None for none.
+        gguf: path of the model's GGUF file, for llama.cpp; None for none.
+        num_tokens: draft tokens of a step of `hf_prompt_lookup` and `llama_cpp_prompt_lookup`.
         greedy: whether texts are decoded greedily.
     """
 
@@ -36,20 +36,26 @@ Missing = Callable[[BaselineOptions], str | None]
 
 
 class Build(Protocol):
-    """Builds a baseline's decoder."""
+    """Type of a function that builds a baseline's decoder."""
 
     def __call__(self, model: PreTrainedModel, context: ParallelContext, options: BaselineOptions) -> Decoder:
-        """The decoder for a model, its ranks and the options."""
+        """Build the decoder.
+
+        Args:
+            model: an HF causal LM, loaded.
+            context: this rank among the others.
+            options: options of the benchmark.
+        """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Baseline:
-    """How a baseline is built, and on which ranks it runs.
+    """A registered baseline: how its decoder is built, and on which ranks it runs.
 
     Args:
-        build: makes the decoder, given the model, the ranks and the options.
-        all_ranks: whether all ranks build and run it together; without, rank 0 alone.
-        missing: says before anything is loaded what it lacks, with the remedy; None if it lacks nothing.
+        build: builds the decoder.
+        all_ranks: whether all ranks build and run it together; otherwise it runs on rank 0 alone.
+        missing: says before anything is loaded what the baseline lacks here, with the remedy; None if it can run.
     """
 
     build: Build
@@ -62,7 +68,12 @@ BuildT = TypeVar("BuildT", bound=Build)
 
 
 def needs_package(name: str, extra: str) -> Missing:
-    """A baseline's `missing` that looks for a package, which an extra of ours installs."""
+    """Make a baseline's `missing` function that only looks for a package.
+
+    Args:
+        name: the package.
+        extra: the extra of lp that installs it.
+    """
     hint = f"needs the package {name}; {install_command(extra)}, or pip install {name}"
     return lambda options: None if is_installed(name) else hint
 
@@ -70,12 +81,12 @@ def needs_package(name: str, extra: str) -> Missing:
 def register_baseline(
     name: str, *, all_ranks: bool = False, missing: Missing = lambda options: None
 ) -> Callable[[BuildT], BuildT]:
-    """Decorate the function that builds a baseline's decoder: from then on `methods=[NAME]` runs it.
+    """Decorate the function that builds a baseline's decoder, so that `methods=[NAME]` runs it.
 
     Args:
-        name: what `methods` and every table call it.
-        all_ranks: whether all ranks build and run it together; without, rank 0 alone.
-        missing: says what the baseline lacks here, with the remedy; None if it lacks nothing.
+        name: name of the baseline in `methods` and tables.
+        all_ranks: whether all ranks build and run it together; otherwise it runs on rank 0 alone.
+        missing: says before anything is loaded what the baseline lacks here, with the remedy; None if it can run.
 
     Raises:
         UserError: the name is taken.

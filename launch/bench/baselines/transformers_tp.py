@@ -1,4 +1,4 @@
-"""transformers' own tensor parallelism, by the plan that every model class brings."""
+"""Baseline: transformers' own tensor parallelism, by the plan that a model class brings."""
 
 from __future__ import annotations
 
@@ -17,10 +17,15 @@ from .weights import with_shared_weights
 
 @register_baseline("transformers_tp", all_ranks=True)
 def build(model: PreTrainedModel, context: ParallelContext, options: BaselineOptions) -> Decoder:
-    """Plain decoding by a copy of the model whose matrices are split over all ranks; each rank calls this.
+    """Plain decoding by a copy of the model whose matrices transformers splits over all ranks; each rank calls this.
+
+    Args:
+        model: an HF causal LM.
+        context: this rank among the others.
+        options: options of the benchmark; none is used.
 
     Raises:
-        ValueError: a single rank, a model class without a plan, or a release of transformers without the function.
+        ValueError: a single rank, a model class without a plan, or a release of transformers that cannot split.
     """
     if context.world_size == 1:
         raise UserError("transformers_tp splits a model over ranks, and there is one; launch with NPROC=2 or more")

@@ -1,11 +1,11 @@
-"""Whether a text solves its task: the program that its tests make of it, or the number that it ends with.
+"""Judge whether a generated text solves its task: by running a program with the task's tests, or by its final number.
 
-The kinds, which a task names in `check`, and the fields of a record that they need, as the sets publish them:
+A task's key `check` names the kind of test. Each kind needs fields of a record, as the data sets publish them:
 
-- function (HumanEval): the text goes on behind the prompt; `test` defines check(candidate), `entry_point` names it;
+- function (HumanEval): the text continues a function; `test` defines check(candidate), `entry_point` names it;
 - asserts (MBPP): the text holds a program; `test_list` has assertions;
 - class (ClassEval): the text holds a class; `test` has unittest classes, `test_classes` their names;
-- number (GSM8K): the text's final number is the reference's.
+- number (GSM8K): the text's final number must be the reference's.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ NEXT_QUESTION = re.compile(r"\n\s*(?:Question|Q):")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """Whether one text solves its task, and why not.
+    """Whether one text solves its task, and if not, why.
 
     Args:
-        passed: whether it solves its task.
-        outcome: "passed", or what went wrong.
+        passed: whether it solves the task.
+        outcome: "passed", or what went wrong, as in "AssertionError", "no end in 10 s" or "answered 7".
     """
 
     passed: bool
@@ -41,7 +41,14 @@ class Verdict:
 
 
 def function_program(prompt: Prompt, text: str) -> str:
-    """The program that tests a completed function, cut behind its body, or taken whole from a chat's fence."""
+    """Make the program that tests a completed function, as HumanEval does: prompt, generated body, tests.
+
+    The text is cut where the function's body ends; of a chat's answer the code in its first fence (```) is taken whole.
+
+    Args:
+        prompt: the beginning of the function, with fields "test" and "entry_point".
+        text: the generated text.
+    """
     fenced = FENCE.search(text)
     # The prompt's docstring is a body, so what the fence has replaces the function and keeps the imports.
     body = f"\n{fenced[1]}" if fenced else BEHIND_FUNCTION.split(text, maxsplit=1)[0]
@@ -49,13 +56,28 @@ def function_program(prompt: Prompt, text: str) -> str:
 
 
 def asserts_program(prompt: Prompt, text: str) -> str:
-    """The program that tests an answer by its asserts: the code of the first fence, or the whole text."""
+    """Make the program that tests an answer by assertions, as MBPP does: the answer's code, setup code, assertions.
+
+    The code is what stands in the text's first fence (```), or without a fence the whole text.
+
+    Args:
+        prompt: the question, with the field "test_list" and perhaps "test_setup_code".
+        text: the generated text.
+    """
     setup = prompt.fields.get("test_setup_code") or ""
     return "\n".join([_code(text), setup, *prompt.fields["test_list"]]) + "\n"
 
 
 def class_program(prompt: Prompt, text: str) -> str:
-    """The class in the first fence, or that of the text, or the prompt with the text behind it; then its unit tests."""
+    """Make the program that tests a class by unit tests, as ClassEval does: imports, class, tests.
+
+    The class is looked for in the text's first fence (```), or without a fence in the whole text. Where that defines
+    none, the text is taken to continue the prompt.
+
+    Args:
+        prompt: the beginning of the class, with fields "test" and "test_classes", and perhaps "import_statement".
+        text: the generated text.
+    """
     code = _code(text)
     if not re.search(r"^class ", code, re.MULTILINE):
         code = prompt.text + text
@@ -72,7 +94,13 @@ assert _result.testsRun and _result.wasSuccessful()
 
 
 def final_number(text: str) -> str | None:
-    """The number behind ####, or the last one before another question begins, without separators; None for none."""
+    """The number that a text gives as its answer, as in "1250.5" for "... #### 1,250.50"; None without a number.
+
+    It is the first number behind "####", or else the last one before another question begins.
+
+    Args:
+        text: a generated text, or a reference.
+    """
     answer = NEXT_QUESTION.split(text, maxsplit=1)[0]
     marked = answer.partition("####")[2]
     found = NUMBER.findall(marked)[:1] or NUMBER.findall(answer)[-1:]
@@ -101,12 +129,12 @@ CHECKS = (*PROGRAMS, "number")
 
 
 def judge(kind: str, prompt: Prompt, text: str) -> Verdict:
-    """Whether the text solves the prompt's task.
+    """Judge whether a generated text solves its prompt's task; all kinds but "number" run a program with the tests.
 
     Args:
         kind: one of CHECKS.
-        prompt: with the fields that the kind needs.
-        text: what a model wrote behind the prompt.
+        prompt: the prompt, with the fields that the kind needs.
+        text: the generated text, without the prompt.
     """
     if kind == "number":
         number = final_number(text)
@@ -118,21 +146,21 @@ def judge(kind: str, prompt: Prompt, text: str) -> Verdict:
 
 @functools.lru_cache(maxsize=64)
 def _outcome(program: str) -> str:
-    """Methods that wrote the same text share one run, whose time limit one of them might else have missed."""
+    """The outcome of a program, run once even if several methods wrote it: a time limit must not fail one of them."""
     return run_program(program).outcome
 
 
 def check_prompts(kind: str | None, task: str, where: str, prompts: Sequence[Prompt]) -> None:
-    """Refuse prompts whose texts cannot be judged.
+    """Refuse prompts that lack tests or references, before a model generates texts that nobody can judge.
 
     Args:
-        kind: how the task is judged, one of CHECKS; None where it says nothing of that.
-        task: its name.
-        where: the prompts come from, a file or a data set.
-        prompts: all of them.
+        kind: how the task is judged, one of CHECKS; None for a task that does not say.
+        task: the task's name.
+        where: file or data set of the prompts, for messages.
+        prompts: the prompts.
 
     Raises:
-        ValueError: the task has no kind, or one that does not exist, or prompts lack what it needs.
+        ValueError: the task has no kind or an unknown one, or a prompt lacks a field that the kind needs.
     """
     if kind not in CHECKS:
         known = ", ".join(CHECKS)

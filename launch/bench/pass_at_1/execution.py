@@ -1,4 +1,4 @@
-"""A program in a child process with limits of time and memory, no network, and a temporary folder of its own."""
+"""Run a program that a model wrote, in a child process with limits of time and memory, and without a network."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ FILE_BYTES = 16 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """How a program ended that a model wrote.
+    """How a program that a model wrote ended.
 
     Args:
-        outcome: PASSED, or in words what ended it.
+        outcome: PASSED if it ran to its end; else what ended it, as in "ZeroDivisionError" or "no end in 10 s".
         files: whether the kernel kept it from writing outside its folder.
     """
 
@@ -32,12 +32,15 @@ class Outcome:
 
 
 def run_program(program: str, seconds: float = TIME_LIMIT_S, memory_bytes: int = MEMORY_BYTES) -> Outcome:
-    """Run a program to its end, or until it breaks a limit; see limited.py for what it may do.
+    """Run a Python program to its end, or until it breaks a limit; limited.py says what it may do.
 
     Args:
-        program: source of Python; it passes if its last line is reached.
-        seconds: most wall-clock time, and most CPU time.
+        program: source code; it passes if its last line is reached.
+        seconds: most seconds of wall-clock time, and of CPU time.
         memory_bytes: most address space.
+
+    Raises:
+        UserError: programs cannot be run under limits on this machine.
     """
     # A word that the program cannot know: neither its output nor an early exit looks like the end of its tests.
     passed = secrets.token_hex(16)
@@ -70,13 +73,13 @@ def run_program(program: str, seconds: float = TIME_LIMIT_S, memory_bytes: int =
 
 
 def check_limits() -> bool:
-    """Refuse a machine that cannot hold a program in its limits.
+    """Refuse a machine that cannot run programs under limits, before a model generates any.
 
     Returns:
-        Whether it keeps programs from writing outside their folder too.
+        Whether the kernel also keeps programs from writing outside their folder (Landlock).
 
     Raises:
-        ValueError: it has no seccomp, which Linux on x86-64 and aarch64 has.
+        ValueError: no seccomp, which Linux on x86-64 and aarch64 has; or an empty program fails.
     """
     if sys.platform != "linux":
         raise UserError(f"pass_at_1 runs programs under Linux's seccomp, and this is {sys.platform}; leave it out")

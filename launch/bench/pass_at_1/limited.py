@@ -1,8 +1,8 @@
-"""Run a program under limits, as a script in a process of its own: execution.py starts it. Standard library alone.
+"""Run a program under limits. execution.py starts this script as a process; it needs only the standard library.
 
 Standard input is one JSON object: program, memory_bytes, file_bytes, cpu_s, passed. Standard output is one line of
 JSON: {"outcome": ..., "files": ...}. The outcome is the text `passed` where the program ran to its end, else the name
-of the exception that ended it; a program that ends the process itself leaves none. `files` says whether the kernel
+of the exception that ended it; a program that ends the process itself leaves no output. `files` says whether the kernel
 keeps the program from writing outside its working folder. A program cannot
 
 - open a socket, start a process, or signal one: the kernel refuses these system calls (seccomp);
@@ -53,18 +53,22 @@ WRITE_FILE, CHANGE_FOLDER, TRUNCATE = 1 << 1, sum(1 << bit for bit in range(4, 1
 
 
 class Instruction(ctypes.Structure):
+    """An instruction of a seccomp filter, C's `struct sock_filter`."""
+
     _fields_ = [("code", ctypes.c_uint16), ("then", ctypes.c_uint8), ("skip", ctypes.c_uint8), ("k", ctypes.c_uint32)]
 
 
 class Filter(ctypes.Structure):
+    """A seccomp filter, C's `struct sock_fprog`."""
+
     _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.POINTER(Instruction))]
 
 
 def refuse_system_calls() -> None:
-    """No sockets, no processes, no signals, for this process and for good.
+    """Forbid this process new sockets, processes and signals, for good, by a seccomp filter.
 
     Raises:
-        OSError: the kernel has no seccomp, or this machine is none of MACHINES.
+        OSError: the kernel has no seccomp, or the machine's system calls are not in MACHINES.
     """
     if os.uname().machine not in MACHINES:
         raise OSError(f"the system calls of {os.uname().machine} are not known")
@@ -86,7 +90,11 @@ def refuse_system_calls() -> None:
 
 
 def write_only_below(folder: str) -> bool:
-    """Whether the kernel keeps this process from writing elsewhere from now on."""
+    """Forbid this process to write outside a folder, for good, by Landlock; return whether the kernel can do that.
+
+    Args:
+        folder: the folder that it may write to; /dev/null remains too.
+    """
     version = LIBC.syscall(LANDLOCK_CREATE, None, 0, LANDLOCK_VERSION)
     if version < 1:
         return False
@@ -106,7 +114,13 @@ def write_only_below(folder: str) -> bool:
 
 
 def limit_resources(memory_bytes: int, file_bytes: int, cpu_s: int) -> None:
-    """Address space, size of a file, CPU time; no core dumps."""
+    """Limit this process' address space, file size and CPU time, and forbid core dumps.
+
+    Args:
+        memory_bytes: most address space.
+        file_bytes: largest file.
+        cpu_s: most CPU seconds.
+    """
     limits = {
         resource.RLIMIT_AS: memory_bytes,
         resource.RLIMIT_FSIZE: file_bytes,
@@ -118,7 +132,15 @@ def limit_resources(memory_bytes: int, file_bytes: int, cpu_s: int) -> None:
 
 
 def outcome_of(program: str, passed: str) -> str:
-    """`passed`, or the name of the exception that ended it."""
+    """Run a program here, and say how it ended.
+
+    Args:
+        program: its source code.
+        passed: the text to return if it reaches its end.
+
+    Returns:
+        `passed`, or the name of the exception that ended it, as in "AssertionError".
+    """
     module = types.ModuleType("program")  # dataclasses and pickle look a class's module up
     module.__file__ = os.path.abspath("program.py")  # in whose folder tests put their files
     sys.modules[module.__name__] = module
@@ -130,7 +152,7 @@ def outcome_of(program: str, passed: str) -> str:
 
 
 def main() -> None:
-    """Read the program, limit this process, run it, and say what came of it."""
+    """Read a program from standard input, limit this process, run the program, and print its outcome as JSON."""
     LIBC.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)  # ends with the process that started it
     task = json.load(sys.stdin)
     verdict = os.dup(1)
