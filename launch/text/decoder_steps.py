@@ -197,7 +197,7 @@ class Metaspace(Step):
     """Turns the character that stands for a space in tokens, as SentencePiece has it, into a space.
 
     Args:
-        replacement: that character, such as "▁".
+        replacement: the character, such as "▁".
         prepends: whether the tokenizer puts one before a text, so that it is dropped in the first token.
     """
 

@@ -336,7 +336,7 @@ def of_prompt(processor: LogitsProcessor, index: int) -> LogitsProcessor:
     """The logits processor for one prompt of a batch, where transformers has prepared it for all of them.
 
     Args:
-        processor: as transformers made it.
+        processor: the processor that transformers made.
         index: the prompt's place in the batch.
     """
     ignored = getattr(processor, "prompt_ignore_length", None)

@@ -120,7 +120,7 @@ class Cursor:
         """Move the matcher to the end of each branch of a draft tree, by the fewest tokens, and back at last.
 
         Args:
-            branches: for each node its tokens behind the text, up to and with the node itself.
+            branches: tokens of each node behind the text, up to and with the node itself.
 
         Yields:
             Index of a branch, and whether the grammar allows all of it; if so, the matcher is at its end just now.
@@ -178,7 +178,7 @@ class GrammarProcessor(LogitsProcessor):
 
         Args:
             text: token ids of padding, prompt and generated tokens.
-            branches: for every node its tokens behind the text, up to and with the node itself.
+            branches: tokens of every node behind the text, up to and with the node itself.
             scores: (n, V).
         """
         num_nodes, vocabulary = scores.shape

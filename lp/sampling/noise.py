@@ -257,7 +257,7 @@ class NoiseCache:
 
         Args:
             caches: a cache for each sequence.
-            positions: for each sequence the absolute positions whose noise is needed.
+            positions: absolute positions whose noise is needed, by sequence.
         """
         pairs: dict[int, list[tuple[int, int]]] = {}
         for cache, own in zip(caches, positions, strict=True):

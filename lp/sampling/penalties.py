@@ -17,7 +17,7 @@ class CountPenalty(LogitsProcessor):
         prompt_tokens: tokens of the prompt, left padding included; they do not count as generated.
         presence: subtracted once, however often the token was generated.
         frequency: subtracted for each time that the token was generated.
-        last: of the generated tokens only those among the last so many of the prefix count; None: all.
+        last: how many of the last tokens of the prefix count, as far as they were generated; None: all.
     """
 
     per_branch = True

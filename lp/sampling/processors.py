@@ -132,7 +132,7 @@ class BranchProcessors:
 
         Args:
             logits: (n, V).
-            branches: for every node the tokens behind the last one of `text`, up to and with the node itself; None for
+            branches: tokens of every node behind the last one of `text`, up to and with the node itself; None for
                 a node that verification cannot reach, which gets the temperature alone.
             text: token ids of the prompt and of the generated tokens.
 

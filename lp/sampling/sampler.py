@@ -94,7 +94,7 @@ class Sampler:
 
         Args:
             logits: (n, V).
-            branches: for every node the tokens behind the last one of `text`, up to and with the node itself; None for
+            branches: tokens of every node behind the last one of `text`, up to and with the node itself; None for
                 a node that verification cannot reach.
             text: token ids of the prompt and of the generated tokens.
         """
@@ -113,7 +113,7 @@ class Sampler:
             scores: (n, V), as `scores` gave them.
             positions: absolute position of each node; the sampled token is for the position behind it.
             branches: see `scores`; None for a node that verification cannot reach.
-            drafts: for every node the draft tokens behind it, in the order in which they are tried; may be empty unless
+            drafts: draft tokens behind every node, in the order in which they are tried; may be empty unless
                 `uses_drafts`.
         """
         return finite_argmax(scores)
@@ -133,7 +133,7 @@ class Sampler:
 
         Args:
             nodes: the nodes that were sampled in this step, in the order of `scores`.
-            sampled_at: those of them whose sampled tokens are the text's next tokens, in order.
+            sampled_at: nodes whose sampled tokens are the text's next tokens, in order.
         """
 
 

@@ -409,7 +409,7 @@ def constant(value: Any, named: Callable[[Part], Part], as_given: bool = False) 
     """The parts of a rule that write one given JSON value, with the grammar's spaces; 1 may also be written as 1.0.
 
     Args:
-        value: as the schema has it.
+        value: the value that the schema has.
         named: makes a rule of a part and returns a reference: an object's orders of properties are then written once.
         as_given: write a number only as it is given.
     """
