@@ -180,7 +180,7 @@ class DraftSource(ABC):
         return cut_tree(tree, step.budget, np.asarray(step.base_tokens).tolist(), step.rank)
 
     def begin(self, prompt: Sequence[int], top_logits: TopLogits) -> None:  # noqa: B027
-        """Learn from the prompt's logits, once after prefill; not called if `num_logits` is 0 or no logits were computed.
+        """Learn from the prompt's logits, once after prefill; not called if `num_logits` is 0 or none were computed.
 
         Args:
             prompt: the prompt's last L tokens; the tokens before them were cached by an earlier text, without logits.
