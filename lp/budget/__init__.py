@@ -1,1 +1,1 @@
-"""The token budget: how long a step takes by its tokens, and how many columns and draft tokens the next step gets."""
+"""The token budget: decides how many window columns and draft tokens each step computes, by what they cost and gain."""

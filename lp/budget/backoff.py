@@ -1,4 +1,4 @@
-"""Back-off: steps are left plain while lookahead does not pay, and it is tried again from time to time."""
+"""Back-off: while lookahead does not pay, steps are plain, of one token; from time to time lookahead is tried again."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ REPEAT_TOKENS = 4
 
 
 class RepeatDetector:
-    """Notices that a text repeats a run of REPEAT_TOKENS tokens, where drafts pay again and a back-off may end."""
+    """Notices that a text repeats REPEAT_TOKENS tokens in a row: drafts probably pay again, so a back-off may end."""
 
     def __init__(self) -> None:
         self._last: tuple[int, ...] = ()
         self._runs: set[tuple[int, ...]] = set()
 
     def add(self, new_tokens: Sequence[int]) -> bool:
-        """Add tokens to the text; whether it now ends in a run that it had before."""
+        """Add new tokens of the text; returns whether its last REPEAT_TOKENS tokens occurred in it before."""
         repeats = False
         for token in new_tokens:
             self._last = (*self._last[1 - REPEAT_TOKENS :], token)
@@ -58,50 +58,51 @@ class RepeatDetector:
 
 
 class BackOff:
-    """Decides whether the next step is plain.
+    """Decides for one text whether the next step uses lookahead or is plain, by what lookahead gained lately.
 
     1. Trial: lookahead runs, and must reach a share of plain decoding's rate (by the step times, not by a clock).
     2. Back-off: if it does not, the next steps are plain, twice as many each time. A repeated run of tokens ends them
        early, unless the trial that the last such end led to failed: in a text of four letters all runs repeat.
     3. Success: lookahead that pays for FIRST_TRIAL_STEPS steps beyond its trial makes the next back-off short again.
 
-    A text that has lost MOST_BEHIND plain steps in all backs off at once, and no repeat ends that back-off: only plain
-    steps do, one more loss for every PLAIN_STEPS_PER_LOSS.
+    A text that is MOST_BEHIND plain steps slower than plain decoding would have been backs off at once. No repeat ends
+    that back-off: every PLAIN_STEPS_PER_LOSS plain steps forgive a loss of one step.
 
-    Where n texts take steps together, the trial of one delays all of them: trials are n times shorter, and back-offs n
-    times longer, up to the longest.
+    If n texts share steps, the trial of one delays all of them: trials are n times shorter, and back-offs n times
+    longer, up to the longest.
 
     Args:
-        temperature: temperature of sampling from the whole vocabulary, 0 if there is none.
+        temperature: temperature at which tokens are sampled from the whole vocabulary; 0 if the sampler narrows it, or
+            is greedy.
 
     Attributes:
-        idle: the next step is plain.
+        idle: whether the next step is to be plain.
     """
 
     def __init__(self, temperature: float) -> None:
         self.idle = False
         self._repeats = RepeatDetector()
-        self._rate = RunningRatio(0.0, 0.0, JUDGED_STEPS)  # tokens by plain steps' time, of this trial and after
-        self._accepted = RunningRatio(0.0, 0.0, JUDGED_STEPS)  # draft tokens a step, plain steps left out
+        self._rate = RunningRatio(0.0, 0.0, JUDGED_STEPS)  # tokens per time of a plain step, since this trial began
+        self._accepted = RunningRatio(0.0, 0.0, JUDGED_STEPS)  # accepted draft tokens per step, plain steps left out
         self._trial_left = FIRST_TRIAL_STEPS  # steps; below 0 once it has passed
         self._plain_left = 0  # plain steps of this back-off
         self._next_back_off = SHORTEST_BACK_OFF
         self._longest_back_off = LONGEST_BACK_OFF
         self._resumed_by_repeat = False
         self._ignores_repeats = False
-        self._behind = 0.0  # plain decoding, in plain steps; below 0 if the text is ahead
+        self._behind = 0.0  # time lost against plain decoding, in plain steps; below 0 if time was gained
         if temperature >= HIGH_TEMPERATURE:
             self._next_back_off = HIGH_TEMPERATURE_BACK_OFF
             self._longest_back_off = HIGH_TEMPERATURE_BACK_OFF
             self._begin()
 
     def record_step(self, new_tokens: Sequence[int], plain_steps: float, texts: int = 1) -> None:
-        """Judge lookahead by a step that was not plain.
+        """Judge lookahead by a step that used it; begins a back-off if it does not pay.
 
         Args:
-            new_tokens: tokens that the step added.
-            plain_steps: the step's time, in plain steps.
-            texts: how many texts took the step together.
+            new_tokens: token ids that the step added to the text.
+            plain_steps: time of the step, as a multiple of a plain step's.
+            texts: number of texts that shared the step.
         """
         self._repeats.add(new_tokens)
         self._rate.add(len(new_tokens), plain_steps)
@@ -117,7 +118,7 @@ class BackOff:
             self._resumed_by_repeat = False
 
     def record_plain_step(self, new_tokens: Sequence[int]) -> None:
-        """Count a step of the back-off, which may end it."""
+        """Count a plain step of a back-off, which may end it; `new_tokens` are those that it added to the text."""
         repeats = self._repeats.add(new_tokens) and not self._ignores_repeats
         self._plain_left -= 1
         self._behind -= 1 / PLAIN_STEPS_PER_LOSS

@@ -1,7 +1,7 @@
-"""How far the accept probabilities of a draft tree can be trusted, learned from the last steps of the text.
+"""Corrects the accept probabilities that draft sources state, by how many draft tokens the last steps accepted.
 
-The draft source states for every draft token the probability that it is accepted. Three corrections apply to it:
-a calibration factor for every token of a path, a depth discount for long paths, and a bonus for exploring.
+There are three corrections: a calibration factor for every token of a path, a depth discount for long paths, and a
+bonus for exploring, since the pool learns even from rejected draft tokens.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ EXPLORATION_TOKENS = 8
 
 
 class DraftRecord(NamedTuple):
-    """What became of the draft tokens of a step, on all ranks.
+    """What became of a step's draft tokens, on all ranks together.
 
     Attributes:
-        accept_probs: accept probabilities of all draft tokens, the most likely first.
-        expected: how many the probabilities expected to be accepted along the text, each given the ones before it.
-        accepted: how many of them the text has.
+        accept_probs: stated accept probabilities of all draft tokens, the largest first.
+        expected: number of draft tokens that should have been accepted along the text by these probabilities, each
+            given that the one before it was.
+        accepted: number of draft tokens that were accepted.
     """
 
     accept_probs: Sequence[float] | np.ndarray = ()
@@ -56,9 +57,10 @@ class DraftRecord(NamedTuple):
 
 
 class Calibration:
-    """How many draft tokens were accepted for each one expected, over the last steps.
+    """Corrects accept probabilities by how many draft tokens were accepted for each one expected, in the last steps.
 
-    A loop whose turns differ by a token breaks at the same token each time, on a path that looked certain.
+    Stated probabilities may be wrong for a while: a text that repeats itself with one token changed each time leaves
+    a path that looked certain, at the same token each time.
     """
 
     def __init__(self) -> None:
@@ -66,11 +68,11 @@ class Calibration:
 
     @property
     def factor(self) -> float:
-        """Multiplies the probability of every draft token, given the one before it; LEAST_CALIBRATION to 1."""
+        """Factor on the probability of every draft token, given that its parent is accepted; LEAST_CALIBRATION to 1."""
         return min(max(self._accepted_per_expected.ratio, LEAST_CALIBRATION), 1.0)
 
     def record_step(self, drafts: DraftRecord) -> None:
-        """Learn from a step whose tree was grown with the present factor."""
+        """Learn from a step whose draft tree was grown with the present factor."""
         if not len(drafts.accept_probs):
             self._accepted_per_expected.add(DRIFT_TOKENS, DRIFT_TOKENS)
             return
@@ -78,21 +80,25 @@ class Calibration:
 
 
 class DepthDiscount:
-    """How much less likely a path is the longer it gets: d tokens hold with 1 / (1 + per_token x d)."""
+    """Lowers the accept probability of long paths: of d draft tokens in a row by a factor 1 / (1 + per_token x d)."""
 
     def __init__(self) -> None:
         self._longest = 0.0  # most tokens that one of the last steps accepted, fading
 
     @property
     def per_token(self) -> float:
-        """The discount that each token of a path brings, by the depths that were accepted lately."""
+        """The discount for each token of a path: smaller if the last steps accepted long paths."""
         return 1 / (PRIOR_DEPTH + self._longest)
 
     def record_step(self, num_accepted: int) -> None:
-        """Learn from a step that accepted so many draft tokens."""
+        """Learn from a step, by how many draft tokens it accepted."""
         self._longest = max(num_accepted, DEPTH_DECAY * self._longest)
 
 
 def exploration_bonus(accepted_per_step: float) -> float:
-    """What exploring is worth, in tokens; less where fewer than one draft token a step is accepted."""
+    """What a draft token is worth even if it is rejected, in generated tokens.
+
+    Args:
+        accepted_per_step: mean number of draft tokens that the last steps accepted; below 1 the bonus is smaller.
+    """
     return EXPLORATION_BONUS * min(accepted_per_step, 1.0)

@@ -1,10 +1,11 @@
-"""What is known of step times, and how surely: begun by a prior, corrected by the steps of texts.
+"""Learns step times from the steps of texts, beginning with a prior, and keeps track of how sure they are.
 
-The logarithms of the step times of all sizes are unknowns with a normal distribution, of which the mean and the
-covariance are kept. Steps that were taken one after the other tell what their sizes take in relation to each other: how
-busy the machine was is one more unknown, which they share.
+The size of a step is its number of tokens; a plain step generates one token without lookahead. The logarithms of the
+step times of all sizes are unknowns with a joint normal distribution: its mean and covariance are kept. Steps taken one
+after the other tell what their sizes take in relation to each other: how busy the machine was meanwhile is one more
+unknown, which they share.
 
-n: sizes, and the plain step before them.
+n: number of sizes, and 1 for the plain step, which comes first.
 """
 
 from __future__ import annotations
@@ -23,33 +24,33 @@ import numpy as np
 from lp.budget.step_times import StepTimes
 from lp.errors import UserError
 
-# Standard deviations of logarithms, about relative errors. How far the prior may be off: of the level of all sizes, of
-# a step's own host work (a plain step against one of a token), and of twice as many tokens. Set by hand: of the models
-# in docs/experiments/budget.md, the prior is off by less.
+# Standard deviations of logarithms, which are about relative errors. How far the prior may be off: in the level of all
+# sizes, in a step's own host work (a plain step against one of a token), and in what twice as many tokens take. Set by
+# hand: for the models in docs/experiments/budget.md, the prior is off by less.
 LEVEL = 1.0
 HOST_WORK = 0.1
 PER_DOUBLING = 0.12
-# By how much a single step differs from others of its size, before the steps themselves tell; this counts as so many.
+# By how much a single step differs from others of its size, until steps tell; the figure counts as so many steps.
 STEP_NOISE = 0.15
 NOISE_STEPS = 8
-# By how much the median of a size is off, however many steps it is of: a machine is not equally busy throughout, and
-# texts get longer.
+# By how much the median of a size is off, however many steps it is taken from: a machine is not equally busy all the
+# time, and texts get longer.
 DRIFT = 0.04
 # By how much a machine is slower at one time than at another.
 LOAD = 0.5
-# Of so many steps, the earlier ones are forgotten: a machine may change, and so may texts.
+# Steps before the last so many are forgotten, by and by: a machine may change, and so may texts.
 MEMORY_STEPS = 2_000
-# How many standard deviations a step is taken to cost more than is known, beside a plain step.
+# A step is assumed to take longer than expected, against a plain step, by so many standard deviations.
 CAUTION = 1.0
-DIGITS = 7  # of a second: a file of step times is for people, too
+DIGITS = 7  # decimal places of seconds in a file, which is for people, too
 
 
 class TimedStep(NamedTuple):
-    """A step that computed nothing else than one text.
+    """A measured step of a single text, from which step times are learned.
 
     Attributes:
-        num_tokens: how many it computed, padding included; 0 for a plain step.
-        seconds: how long it took.
+        num_tokens: tokens that it computed, padding included; 0 for a plain step.
+        seconds: seconds that it took.
     """
 
     num_tokens: int
@@ -58,13 +59,13 @@ class TimedStep(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Estimate:
-    """Step times as far as they are known.
+    """What is known of step times so far, and how surely; immutable, `after` gives the next one.
 
     Args:
-        num_tokens: sizes, ascending from 1.
-        mean: expected logarithms of seconds, the plain step's first, (n,).
-        covariance: how unsure these logarithms are, (n, n).
-        steps: how many steps it was learned from.
+        num_tokens: sizes of steps in tokens, ascending from 1.
+        mean: float64 (n,), expected logarithms of the seconds of a plain step and of each size.
+        covariance: float64 (n, n), covariance of these logarithms.
+        steps: number of steps that it was learned from.
     """
 
     num_tokens: tuple[int, ...]
@@ -74,19 +75,19 @@ class Estimate:
 
     @classmethod
     def of_prior(cls, times: StepTimes) -> Estimate:
-        """The estimate before any step was timed: these times, with the doubts of a prior."""
+        """Make the estimate to begin with, before any step was timed: prior step times, with large doubts."""
         return cls(times.num_tokens, np.log([times.plain_s, *times.seconds]), _prior_covariance(times.num_tokens))
 
     @cached_property
     def times(self) -> StepTimes:
-        """The step times that are most likely by what was observed."""
+        """The expected step times."""
         plain_s, *seconds = (round(value, DIGITS) for value in np.exp(self.mean).tolist())
         least = 10.0**-DIGITS
         return StepTimes(self.num_tokens, tuple(max(each, least) for each in seconds), max(plain_s, least))
 
     @cached_property
     def doubts(self) -> np.ndarray:
-        """Standard deviation of log(time of a step / time of a plain step) for every size, (n - 1,)."""
+        """How unsure each size is: standard deviation of log(step time / plain step's time), float64 (n - 1,)."""
         covariance = self.covariance
         variances = np.diag(covariance)[1:] + covariance[0, 0] - 2 * covariance[0, 1:]
         doubts: np.ndarray = np.sqrt(np.maximum(variances, 0))
@@ -94,9 +95,10 @@ class Estimate:
 
     @cached_property
     def careful(self) -> StepTimes:
-        """Step times by which a draft token must pay although its step may take longer than is known.
+        """Pessimistic step times, by which the adaptive budget decides: longer than expected where they are unsure.
 
-        Doubt alone is no reason to pad a step: a size takes no longer than a larger one, unless it is known to.
+        So draft tokens of a size that was rarely timed have to promise more. A plain step's time is as expected. Doubt
+        alone does not make a size slower than the next larger one, since steps would be padded for no reason.
         """
         times = self.times
         seconds = np.array(times.seconds) * np.exp(CAUTION * self.doubts)
@@ -107,7 +109,7 @@ class Estimate:
         return StepTimes(self.num_tokens, tuple(seconds.tolist()), times.plain_s)
 
     def after(self, steps: Sequence[TimedStep]) -> Estimate:
-        """What is known after some steps that were taken one after the other."""
+        """The estimate corrected by new steps, taken one after the other; itself if none of them is usable."""
         by_size: dict[int, list[float]] = {}
         for step in steps:
             if step.num_tokens <= self.num_tokens[-1] and 0 < step.seconds < float("inf"):
@@ -131,7 +133,7 @@ class Estimate:
         return Estimate(self.num_tokens, self.mean + gain @ surprise, (left + left.T) / 2, self.steps + num_steps)
 
     def _index(self, num_tokens: int) -> int:
-        """The place of the size that this one is nearest to; the plain step's is 0."""
+        """Index in `mean` of the size nearest to a number of tokens, by ratio; 0 for a plain step (0 tokens)."""
         if not num_tokens:
             return 0
         sizes = self.num_tokens
@@ -140,7 +142,7 @@ class Estimate:
         return 1 + (below if num_tokens**2 <= sizes[below] * sizes[above] else above)  # by the ratio
 
     def as_json(self) -> dict[str, Any]:
-        """The times for a file that people can read: seconds by tokens, doubts in per cent and what they come from."""
+        """The estimate as JSON that people can read: seconds and doubts by number of tokens, and steps behind them."""
         names = ["plain", *map(str, self.num_tokens)]
         seconds = [self.times.plain_s, *self.times.seconds]
         return {
@@ -152,10 +154,10 @@ class Estimate:
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> Estimate:
-        """The estimate that `as_json` wrote.
+        """Make the estimate from JSON that `as_json` wrote, perhaps edited by a person.
 
         Raises:
-            ValueError, TypeError, KeyError, IndexError, OverflowError: it is something else.
+            ValueError, TypeError, KeyError, IndexError, OverflowError: the JSON is no estimate.
         """
         seconds = dict(found["seconds"])
         plain_s = seconds.pop("plain")
@@ -171,7 +173,7 @@ class Estimate:
 
 
 def _noise(by_size: Any) -> float:
-    """How much steps differ from others of their size, by the median deviation, which outliers do not change."""
+    """Standard deviation of steps from others of their size, by the median deviation, which outliers hardly change."""
     deviations: list[float] = []
     for each in by_size:
         if len(each) > 2:
@@ -185,7 +187,7 @@ def _noise(by_size: Any) -> float:
 
 
 def _prior_covariance(num_tokens: tuple[int, ...]) -> np.ndarray:
-    """Covariance before any step, (n, n): a level that all share, and sizes that share what smaller ones are off by."""
+    """Covariance of the prior, (n, n): all sizes share one error, and larger ones the errors of smaller ones."""
     doublings = np.log2(num_tokens)
     sizes = HOST_WORK**2 + PER_DOUBLING**2 * np.minimum(doublings[:, None], doublings)
     covariance = np.full((1 + len(num_tokens),) * 2, LEVEL**2)

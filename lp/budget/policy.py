@@ -1,7 +1,7 @@
-"""The token budget: how many columns and draft tokens the next step gets, always the same or as many as pay.
+"""The token budget: how many window columns and draft tokens the next step gets; a fixed number, or as many as pay.
 
-A text takes least time if every step maximises its tokens less rate x seconds, where rate is the tokens a second of the
-steps around it: a draft token pays while its accept probability exceeds rate x the seconds that it costs.
+A text takes least time if every step maximises its tokens less rate x seconds, where rate is the tokens per second of
+the steps around it: a draft token pays while its accept probability exceeds rate x the seconds that it costs.
 Every rank decides from the same figures (probabilities, accepted tokens, rank 0's step times), never by its own clock.
 """
 
@@ -23,8 +23,8 @@ from lp.draft.share import step_tokens
 from lp.draft.source import TokenPrice
 from lp.errors import UserError
 
-# Time is priced above its worth by this factor: of all draft tokens those are taken that look best, and they are less
-# likely than they look. Fitted on the demo model (docs/experiments/budget.md).
+# Time is priced above its worth by this factor: draft tokens are chosen because they look likely, so they are less
+# likely than they look, on average. Fitted on the demo model (docs/experiments/budget.md).
 PRICE_MARGIN = 1.25
 
 Clock = Callable[[TimedStep], StepTimes | None]
@@ -32,12 +32,12 @@ Clock = Callable[[TimedStep], StepTimes | None]
 
 @dataclass(frozen=True, slots=True)
 class Company:
-    """The texts that a step computes together.
+    """How one text shares steps with others: what its budget needs to know about them.
 
     Attributes:
-        texts: how many.
-        other_tokens: step tokens of a rank that the others take, about.
-        tokens_per_s: tokens a second that all of the texts gain, about; 0 where nothing is known yet.
+        texts: number of texts that a step computes together, this one included.
+        other_tokens: estimated step tokens of a rank that the other texts take.
+        tokens_per_s: estimated generated tokens per second of all texts together; 0: not known yet.
     """
 
     texts: int = 1
@@ -46,15 +46,16 @@ class Company:
 
 
 class Budget(Protocol):
-    """Decides what the next step computes, alike on every rank.
+    """Decides how much each step of one text computes; every rank has one and all decide alike.
 
     Attributes:
-        columns: columns of the lookahead window, on all ranks together.
+        columns: number of columns of the lookahead window in the next step, on all ranks together.
         step_tokens: B, the most step tokens of a rank.
-        ranks: how many ranks share a step.
-        uses_prompt_logits: the pool may learn from the prompt's logits, if the config has it so.
-        max_padded_tokens: the most tokens that `padded_size` may raise a step to; 0 if it never pads.
-        learns: `record_step` is to be called.
+        ranks: R, number of ranks that share a step.
+        uses_prompt_logits: whether the pool may learn from the prompt's logits, if the config has them computed.
+        max_padded_tokens: most tokens that `padded_size` returns; 0 if steps are never padded.
+        learns: whether the budget learns: if not, `record_step` and `observe` need not be called.
+        company: the texts that share the next step with this one; set before each step.
     """
 
     columns: int
@@ -67,55 +68,56 @@ class Budget(Protocol):
 
     @property
     def tokens_per_step(self) -> float:
-        """How many tokens each of the last steps gained, about."""
+        """Average number of tokens that the last steps generated."""
         ...
 
     @property
     def idle(self) -> bool:
-        """The next step is plain: it guesses nothing and learns nothing."""
+        """Whether the next step is plain: without window and draft tokens, and nothing is learned from it."""
         ...
 
     def price(self, base_tokens: int, least_tokens: int) -> TokenPrice | None:
-        """What the next step's draft tokens cost a rank; None: nothing.
+        """The price of draft tokens in the next step, on one rank; None: they cost nothing.
 
         Args:
-            base_tokens, least_tokens: see `TokenPrice`.
+            base_tokens: step tokens of the rank without draft tokens.
+            least_tokens: most such tokens of any rank, for which the others wait; 0 if there is no other rank.
         """
         ...
 
     def padded_size(self, num_tokens: int) -> int:
-        """How many tokens this rank should compute in a step of `num_tokens`, which may be more if that is faster."""
+        """How many tokens to compute in a step that needs `num_tokens`: more, where a larger step is faster."""
         ...
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """Take in how long a step took on this rank that computed nothing else than this text.
+        """Learn from the measured time of a step on this rank; called only for steps of this text alone.
 
         Args:
-            num_tokens: computed, without padding; 0 of a plain step.
-            seconds: how long the step took.
+            num_tokens: tokens that the step needed, without padding; 0 for a plain step.
+            seconds: seconds that the step took.
         """
         ...
 
     def record_step(self, new_tokens: Sequence[int], num_tokens: int, drafts: DraftRecord) -> None:
-        """Learn from a step.
+        """Learn from the result of a step, which is the same on every rank.
 
         Args:
-            new_tokens: the tokens that it added to the text.
-            num_tokens: step tokens of the largest rank, without padding.
-            drafts: what became of its draft tokens.
+            new_tokens: token ids that the step added to the text.
+            num_tokens: most step tokens of any rank, without padding.
+            drafts: what became of the step's draft tokens.
         """
         ...
 
 
 class FixedBudget:
-    """W columns, and as many draft tokens as B leaves room for, which cost nothing.
+    """The budget of a fixed shape: every step has W columns, and as many draft tokens as its size leaves room for.
 
     Args:
-        config: W, N and G, of the whole step.
-        ranks: how many ranks divide them.
+        config: W, N and G of a whole step.
+        ranks: number of ranks that divide the step among them.
 
     Raises:
-        ValueError: a rank's part is more than a step can have.
+        ValueError: a rank's part has more tokens than MAX_STEP_TOKENS.
     """
 
     idle = False
@@ -137,36 +139,38 @@ class FixedBudget:
             )
 
     def price(self, base_tokens: int, least_tokens: int) -> TokenPrice | None:
-        """None: tokens cost nothing under a fixed budget."""
+        """Return None: draft tokens cost nothing under a fixed budget."""
         return None
 
     def padded_size(self, num_tokens: int) -> int:
-        """The number as it is: steps of a fixed budget are not padded."""
+        """Return the number as it is: steps of a fixed budget are not padded."""
         return num_tokens
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """Do nothing: time decides nothing under a fixed budget."""
+        """Do nothing: a fixed budget does not depend on time."""
 
     def record_step(self, new_tokens: Sequence[int], num_tokens: int, drafts: DraftRecord) -> None:
         """Do nothing: a fixed budget learns nothing."""
 
 
 class AdaptiveBudget:
-    """What pays on this machine and in this text, by the step times and by what the last steps accepted.
+    """The budget that gives each step as many columns and draft tokens as pay on this machine and in this text.
 
-    It is made of the parts that this package's other files hold: a window policy, a calibration and a depth discount of
-    accept probabilities, and a back-off.
+    It decides by step times and by what the last steps accepted, with the parts in this package's other files: a window
+    policy, a calibration and a depth discount of accept probabilities, and a back-off to plain steps.
 
     Args:
-        config: the shape of steps; its W and G are bounds, for one rank.
-        step_times: seconds of a step, by the tokens of a rank.
-        ranks: how many ranks share a step.
-        temperature: temperature of sampling from the whole vocabulary, 0 if there is none.
-        texts: most texts that a step may compute together.
-        clock: told how long steps took; gives the step times by which the text goes on, or None.
+        config: settings of the decoder; W and G are the most columns and draft tokens of one rank.
+        step_times: seconds of a step by the number of tokens of a rank.
+        ranks: R, number of ranks that share a step.
+        temperature: temperature at which tokens are sampled from the whole vocabulary; 0 if the sampler narrows it, or
+            is greedy.
+        texts: most texts that may share a step.
+        clock: called with each timed step; returns new step times to use, or None to keep the present ones. None: the
+            step times never change.
 
     Attributes:
-        company: the texts that take the next step.
+        company: the texts that share the next step with this one.
     """
 
     learns = True
@@ -198,7 +202,7 @@ class AdaptiveBudget:
         self.columns = self._next_columns()
 
     def _take(self, step_times: StepTimes) -> None:
-        """Decide by these step times from now on."""
+        """Use these step times from now on."""
         if self._texts > 1:
             step_times = extended(step_times, self._texts * self.step_tokens)
         self._step_times = step_times
@@ -212,24 +216,24 @@ class AdaptiveBudget:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens a second of the last steps, by the step times, of all texts together; at least plain decoding's."""
+        """Generated tokens per second in the last steps, by the step times, of all texts; at least plain decoding's."""
         rate = self._rate.ratio if self.company.texts == 1 else self.company.tokens_per_s
         return max(rate, 1 / self._plain_s)
 
     @property
     def tokens_per_step(self) -> float:
-        """How many tokens each of the last steps gained, about."""
+        """Average number of tokens that the last steps generated."""
         return self._accepted.ratio + 1
 
     @property
     def _plain_s(self) -> float:
-        """What a plain step of all texts takes, divided by their number."""
+        """Seconds of a plain step of all texts, divided by their number."""
         times = self._step_times
         texts = self.company.texts
         return times.plain_s if texts == 1 else (times.plain_s + times.step_s(texts) - times.step_s(1)) / texts
 
     def _own_s(self, num_tokens: int) -> float:
-        """What a step costs this text: its part of a plain step, its own host's work, and its other tokens."""
+        """Seconds of a step due to this text: its part of a plain step, its host work, and its further tokens."""
         times = self._step_times
         others = self.company.other_tokens
         if self.company.texts == 1:
@@ -237,9 +241,13 @@ class AdaptiveBudget:
         return self._plain_s + times.own_work_s + times.step_s(others + num_tokens) - times.step_s(others + 1)
 
     def price(self, base_tokens: int, least_tokens: int) -> TokenPrice:
-        """What the next step's draft tokens cost a rank.
+        """The price of draft tokens in the next step, on one rank.
 
-        While one rank computes one token more, all of them may: a second is shared by R tokens.
+        In the time in which one rank computes one more token, all R ranks can: so each pays 1 / R of the time.
+
+        Args:
+            base_tokens: step tokens of the rank without draft tokens.
+            least_tokens: most such tokens of any rank, for which the others wait; 0 if there is no other rank.
         """
         others = self._other_tokens
         return TokenPrice(
@@ -256,15 +264,20 @@ class AdaptiveBudget:
 
     @property
     def _other_tokens(self) -> int:
-        """Tokens that other texts have in the step, as far as step times are known behind them."""
+        """Step tokens that other texts take, bounded so that the step times cover this text's tokens beyond them."""
         return max(min(self.company.other_tokens, self._step_times.max_tokens - self.step_tokens), 0)
 
     def padded_size(self, num_tokens: int) -> int:
-        """More tokens where a larger step is faster."""
+        """How many tokens to compute in a step that needs `num_tokens`: more where a larger step is faster."""
         return self._step_times.padded_size(num_tokens)
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """Go on by other step times, if the clock now has some that differ."""
+        """Tell the clock how long a step took, and use the step times that it returns if they differ by enough.
+
+        Args:
+            num_tokens: tokens that the step needed, without padding; 0 for a plain step.
+            seconds: seconds that the step took.
+        """
         if self._clock is None:
             return
         computed = self.padded_size(num_tokens) if num_tokens else 0
@@ -275,7 +288,7 @@ class AdaptiveBudget:
                 self._window.take(self._step_times)
 
     def record_step(self, new_tokens: Sequence[int], num_tokens: int, drafts: DraftRecord) -> None:
-        """Learn from a step; if lookahead does not reach plain decoding's rate, the next ones are plain."""
+        """Learn from the result of a step; if lookahead does not pay, the next steps are plain. (Args: see Budget.)"""
         if self.idle:  # the step guessed nothing, though it may have caught up with what other ranks computed
             self._back_off.record_plain_step(new_tokens)
             return
@@ -291,7 +304,7 @@ class AdaptiveBudget:
 
     @property
     def _price_per_s(self) -> float:
-        """Tokens that each further second of a step must bring, to be worth it."""
+        """Generated tokens that each further second of a step must bring to be worth it."""
         return PRICE_MARGIN * self.tokens_per_s
 
     def _next_columns(self) -> int:

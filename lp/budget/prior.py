@@ -1,4 +1,4 @@
-"""What step times begin with: passes of the model, timed by one of its layers, and the host's work of a step."""
+"""Step times to begin with, before any step was timed: estimated from one timed layer and the host's usual work."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from lp.budget.step_times import StepTimes
 from lp.compiled import COMPILED
 
-# Sizes whose step times are learned.
+# Sizes, in tokens, whose step times are learned.
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 # Larger sizes than this are learned only if it takes at most so many plain steps: where it takes more, further tokens
 # are dear, and they are the least likely ones. Set by hand.
@@ -23,11 +23,13 @@ HOST_S, HOST_TOKEN_S = (0.5e-3, 10e-6) if COMPILED else (2e-3, 300e-6)
 
 
 def prior_times(pass_s: Mapping[int, float], max_tokens: int) -> StepTimes:
-    """Step times by those of a pass.
+    """Estimate step times from the times of forward passes, by adding the host's work.
+
+    Sizes that are too slow ever to pay are left out.
 
     Args:
-        pass_s: seconds of a pass, by its tokens, ascending from 1.
-        max_tokens: tokens of the largest step that times are wanted for.
+        pass_s: seconds of a forward pass by its number of tokens, at least two sizes, ascending from 1.
+        max_tokens: tokens of the largest step to estimate.
     """
     timed, seconds = [*pass_s], [*pass_s.values()]
     sizes = [*(size for size in SIZES if size < max_tokens), max_tokens]
@@ -44,7 +46,7 @@ def prior_times(pass_s: Mapping[int, float], max_tokens: int) -> StepTimes:
 
 
 def _learned(sizes: list[int], passes: list[float], plain_s: float) -> int:
-    """How many of these sizes may ever pay."""
+    """How many of these sizes, the first, may ever pay; the step times of the others are not learned."""
     for count, (size, seconds) in enumerate(zip(sizes, passes, strict=True), start=1):
         if seconds > MAX_PLAIN_STEPS * plain_s:
             return count

@@ -1,4 +1,4 @@
-"""A running ratio: the average that the token budget's estimates are made of."""
+"""A running ratio: the kind of average from which the token budget estimates its rates and probabilities."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Value = TypeVar("Value", float, np.ndarray)
 
 
 class RunningRatio(Generic[Value]):
-    """The ratio of two sums, in which older values count less and less.
+    """The ratio of two running sums in which older values fade, for example accepted draft tokens per step.
 
     Args:
-        numerator: what to begin with; an array holds several ratios with one denominator.
-        denominator: what to begin with.
-        memory: how many of the last values count, about: each new one scales the sums before it by 1 - 1 / memory.
+        numerator: first value of the upper sum; an array holds several ratios that share the lower sum.
+        denominator: first value of the lower sum.
+        memory: about how many of the last values count: each new one scales the sums before it by 1 - 1 / memory.
     """
 
     def __init__(self, numerator: Value, denominator: float, memory: float) -> None:
@@ -31,11 +31,11 @@ class RunningRatio(Generic[Value]):
         self._decay = 1 - 1 / memory
 
     def add(self, numerator: Value, denominator: float) -> None:
-        """Add to both sums."""
+        """Add a new value to each of the two sums, and let the older values fade."""
         self._numerator = self._decay * self._numerator + numerator
         self._denominator = self._decay * self._denominator + denominator
 
     @property
     def ratio(self) -> Value:
-        """Numerator over denominator; something must have been added, or been there to begin with."""
+        """Upper sum over lower sum; the lower one must not be 0."""
         return self._numerator / self._denominator

@@ -1,4 +1,4 @@
-"""Step times t(T): how long a step of T tokens takes, and what follows from it for padding and prices."""
+"""Step times t(T): how long a step of T tokens takes, from which padding and the price of draft tokens follow."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lp.errors import UserError
 # A step is padded to a larger size only if that takes less than this share of its time; less is noise of the
 # measurement, and padding is real work.
 PADDING_GAIN = 0.9
-# Step times that differ by less decide alike.
+# Step times that differ by a smaller factor than this lead to the same decisions.
 NEWS = 1.03
 # Largest size whose times are tabulated token by token.
 MAX_TABLE_TOKENS = 1 << 14
@@ -22,18 +22,18 @@ SHOWN_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of a whole step (model, exchange, host) by its number of tokens T, the last generated one included.
+    """A table of how long a whole step (model, exchange, host) takes by its number of tokens T.
 
-    Between the sizes measured, times are interpolated. Where a larger step is clearly faster than a smaller one, the
-    smaller one is padded up to it.
+    T includes the newest token of the text. Times between the given sizes are interpolated. Where a larger step is
+    clearly faster than a smaller one, the smaller one is padded up to it.
 
     Args:
-        num_tokens: sizes measured, ascending, the first 1.
+        num_tokens: sizes T of the table, ascending from 1.
         seconds: seconds of a step of each size.
-        plain_s: seconds of a plain step, which guesses nothing and learns nothing.
+        plain_s: seconds of a plain step, which generates one token without lookahead.
 
     Raises:
-        ValueError: sizes or seconds that cannot be those of steps.
+        ValueError: the sizes do not ascend from 1, or some seconds are not positive and finite.
     """
 
     num_tokens: tuple[int, ...]
@@ -59,22 +59,22 @@ class StepTimes:
 
     @classmethod
     def constant(cls, seconds: float, max_tokens: int) -> StepTimes:
-        """Steps that all take the same time, plain ones too."""
+        """Make step times by which steps of all sizes, plain ones too, take `seconds`; for tests and simulations."""
         return cls((1, max_tokens), (seconds, seconds), seconds)
 
     @property
     def max_tokens(self) -> int:
-        """The largest size measured."""
+        """The largest size of the table, in tokens."""
         return self.num_tokens[-1]
 
     @cached_property
     def _unpadded_seconds(self) -> np.ndarray:
-        """Seconds by tokens, 0 to `max_tokens`, as measured and interpolated."""
+        """Seconds of a step that is not padded, by its tokens: float64 (max_tokens + 1,)."""
         return np.interp(np.arange(self.max_tokens + 1), self.num_tokens, self.seconds)
 
     @cached_property
     def _padded_sizes(self) -> list[int]:
-        """How many tokens to compute for each number that is wanted, 0 to `max_tokens`: more, where that is faster."""
+        """By number of tokens needed, 0 to `max_tokens`, the number to compute: more where that is faster."""
         seconds = self._unpadded_seconds
         sizes = list(range(self.max_tokens + 1))
         fastest = self.max_tokens
@@ -86,39 +86,39 @@ class StepTimes:
         return sizes
 
     def padded_size(self, num_tokens: int) -> int:
-        """How many tokens to compute in a step of `num_tokens`: more where that is faster."""
+        """How many tokens to compute in a step that needs `num_tokens`: more where a larger step is faster."""
         return self._padded_sizes[num_tokens] if num_tokens <= self.max_tokens else num_tokens
 
     @cached_property
     def seconds_by_tokens(self) -> np.ndarray:
-        """Seconds by tokens, 0 to `max_tokens`, padding used; never falling. (max_tokens + 1,)"""
+        """Seconds of a step by the tokens it needs, padded where that is faster: float64 (max_tokens + 1,)."""
         padded = self._unpadded_seconds[self._padded_sizes]
         return np.minimum.accumulate(padded[::-1])[::-1].copy()  # contiguous: else compiled code is compiled twice
 
     def step_s(self, num_tokens: int) -> float:
-        """Seconds of a step; past the largest size measured, in proportion to its tokens."""
+        """Seconds of a step that needs `num_tokens` tokens; beyond the table, in proportion to them."""
         if num_tokens <= self.max_tokens:
             return float(self.seconds_by_tokens[num_tokens])
         return float(self.seconds_by_tokens[-1] * num_tokens / self.max_tokens)
 
     @property
     def own_work_s(self) -> float:
-        """What guessing and learning take a text's own host: a step of one token beyond a plain one.
+        """Seconds of host work that drafting and learning add to a step: one of 1 token less a plain one, at least 0.
 
-        Plain steps that seem slower, as a busy machine's may, tell nothing of it: it is not less than 0.
+        On a busy machine plain steps may seem slower than these; that says nothing about the host's work.
         """
         return max(self.step_s(1) - self.plain_s, 0.0)
 
     @cached_property
     def marginal_seconds(self) -> np.ndarray:
-        """Least seconds that each token beyond a size costs, on average, in the best larger step: (max_tokens + 1,).
+        """By size, the least average seconds per token that any larger step adds: float64 (max_tokens + 1,).
 
-        A draft token whose accept probability is below the price of this time pays in no larger step, since the tokens
-        after it are less likely still.
+        Growing a draft tree can stop by it: if the next draft token's accept probability is below the price of this
+        time, no larger step pays either, since the tokens after it are less likely still.
         """
         seconds = self.seconds_by_tokens.tolist()
         marginal = np.full(self.max_tokens + 1, np.inf)
-        corners = [self.max_tokens]  # of the lower convex hull of all larger sizes, the nearest last
+        corners = [self.max_tokens]  # corners of the lower convex hull of all larger sizes, the nearest last
 
         def slope(size: int, larger: int) -> float:
             return float((seconds[larger] - seconds[size]) / (larger - size))
@@ -132,7 +132,7 @@ class StepTimes:
 
     @cached_property
     def affordable_tokens(self) -> int:
-        """Tokens of the largest step that takes no longer than two plain steps; at least 1."""
+        """Size of the largest step that takes no longer than two plain steps, in tokens; at least 1."""
         return max(int(np.searchsorted(self.seconds_by_tokens, 2 * self.plain_s, "right")) - 1, 1)
 
     def __str__(self) -> str:
@@ -144,7 +144,10 @@ class StepTimes:
 
 @lru_cache(maxsize=16)  # what follows from them takes milliseconds, and every text of a batch has them
 def extended(times: StepTimes, max_tokens: int) -> StepTimes:
-    """Step times up to `max_tokens`: sizes beyond the largest one measured take time in proportion to their tokens."""
+    """Extend a table of step times to at least `max_tokens`, in proportion to tokens, for steps that texts share.
+
+    It ends at MAX_TABLE_TOKENS at the latest.
+    """
     max_tokens = min(max_tokens, MAX_TABLE_TOKENS)
     if max_tokens <= times.max_tokens:
         return times
@@ -153,12 +156,12 @@ def extended(times: StepTimes, max_tokens: int) -> StepTimes:
 
 
 def scaled(times: StepTimes, plain_s: float) -> StepTimes:
-    """Step times with the ratios of `times`, where a plain step takes `plain_s` seconds."""
+    """Scale all step times by one factor, so that a plain step takes `plain_s` seconds."""
     share = plain_s / times.plain_s
     return StepTimes(times.num_tokens, tuple(share * each for each in times.seconds), plain_s)
 
 
 def differ(times: StepTimes, others: StepTimes) -> bool:
-    """Whether some step takes longer or shorter by more than NEWS, among those of the same sizes."""
+    """Whether some time of two tables with the same sizes differs by more than a factor of NEWS: enough to matter."""
     pairs = [(times.plain_s, others.plain_s), *zip(times.seconds, others.seconds, strict=False)]
     return any(max(pair) > NEWS * min(pair) for pair in pairs)

@@ -1,4 +1,4 @@
-"""Step times on disk: what was learned of a model and a machine, and how surely, in the user's cache folder."""
+"""Keeps learned step times between processes: one JSON file in the user's cache folder for each model and machine."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ import transformers
 from lp.budget.observed_times import Estimate
 from lp.compiled import COMPILED
 
-FORMAT = 5  # of the files, and part of their names: other formats are not read
+FORMAT = 5  # version of the files, which is part of their names: other versions are not read
 
 
 class StepTimesFile:
-    """Where the step times of a model and a machine are stored, for a person to read, to change and to remove.
+    """The file with the step times of one model on one machine; people may read, edit and remove it.
 
-    A JSON object: what is timed, and what `Estimate.as_json` gives. The file's name begins with the model's.
+    It holds a JSON object: `about`, the time of writing, and the estimate as `Estimate.as_json` gives it.
 
     Args:
-        about: what is timed, in words.
-        key_parts: all that the step times depend on.
-        kept: where the text is left if the folder cannot be written to.
+        about: what is timed, in words, by name; the file's name begins with the first value, the model's name.
+        key_parts: all that step times depend on, such as model, device and versions; the file's name has a hash of it.
+        kept: file texts by file name, used in place of the folder in this process if that can't be written to.
     """
 
     def __init__(self, about: Mapping[str, Any], key_parts: Sequence[Any], kept: dict[str, str]) -> None:
@@ -44,13 +44,13 @@ class StepTimesFile:
         self.path = cache_folder() / f"{name}-{digest}.json"
 
     def text(self) -> str | None:
-        """What is in it; None if it is not there."""
+        """The text of the file; None if there is no file, or it is no text."""
         with contextlib.suppress(OSError, ValueError):  # no file, or not text
             return self._kept.get(self.path.name) or self.path.read_text(encoding="utf-8")
         return None
 
     def write(self, estimate: Estimate) -> None:
-        """Write the whole file or nothing; warns where the folder cannot be written to."""
+        """Store an estimate, whole or not at all; if the folder can't be written to, warn and keep it in memory."""
         day = datetime.now().astimezone().isoformat(" ", "minutes")
         text = json.dumps({**self._about, "written": day, **estimate.as_json()}, indent=1)
         try:
@@ -66,7 +66,7 @@ class StepTimesFile:
 
 
 def read_estimate(text: str) -> Estimate | None:
-    """The estimate that a file's text holds; None if it was cut, or edited into something else."""
+    """Read the estimate from the text of a file; None if the text was cut off or edited into something invalid."""
     try:
         return Estimate.from_json(json.loads(text))
     except (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError, AttributeError):
@@ -74,14 +74,14 @@ def read_estimate(text: str) -> Estimate | None:
 
 
 def machine_key(device: torch.device) -> tuple[Any, ...]:
-    """What a step's time depends on of this machine and its libraries."""
+    """The parts of a `StepTimesFile` key that describe this machine: processor or GPU, threads, library versions."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
     versions = (torch.__version__, transformers.__version__, platform.python_version())
     return name, torch.get_num_threads(), COMPILED, *versions
 
 
 def cache_folder() -> Path:
-    """Where the files lie. As the XDG base directory specification has it, a relative path is ignored."""
+    """The folder of step times files: lp/step_times in XDG_CACHE_HOME, or in ~/.cache if that is no absolute path."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not cache.is_absolute():
         cache = Path(os.path.expanduser("~/.cache"))
@@ -97,7 +97,7 @@ def _processor() -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write the whole file or nothing."""
+    """Write the text to a file, whole or not at all."""
     if not path.is_absolute():  # without a home folder, "~" would be a folder right here
         raise FileNotFoundError(errno.ENOENT, "there is no home folder")
     part = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.part")

@@ -1,4 +1,4 @@
-"""How many columns the lookahead window gets: as many as raise S by more than their tokens cost."""
+"""How many columns the lookahead window gets: as many as raise S, the tokens per step, by more than they cost."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ HALF_GAIN_COLUMNS = 3.0
 
 
 class WindowPolicy:
-    """Prices every window size beside the draft trees of the last steps, and takes the one that is worth most.
+    """Chooses the number of window columns for the adaptive budget: what would have paid most in the last steps.
 
-    Each tree is cut where it pays most beside that window. (Pricing the mean size of the last trees instead made two
-    columns look free where steps of one token and of four alternate.)
+    The draft trees of the last steps are priced beside windows of every size, each cut where it pays most beside that
+    window. (Pricing the mean size of the trees instead made two columns look free where steps of one token and of four
+    alternate.)
 
     Args:
-        config: its window_size is the most columns of a rank; the window may have as many times `ranks`.
-        step_times: by the tokens of a rank. A window gets at most half of the tokens that they know, or one that costs
-            nothing would leave no room for draft tokens.
-        price_per_s: tokens that a second is worth before the first step.
-        ranks: how many ranks divide the draft tokens; the window lies on one of them.
+        config: `window_size` is the most columns for each rank, so `window_size` x `ranks` in all; has N.
+        step_times: seconds of a step by the number of tokens of a rank. A window gets at most half of the tokens of the
+            table, so that one that costs nothing leaves room for draft tokens.
+        price_per_s: generated tokens that a second is worth, before the first step.
+        ranks: number of ranks that divide the draft tokens; the whole window lies on one of them.
     """
 
     def __init__(self, config: LookaheadConfig, step_times: StepTimes, price_per_s: float, ranks: int = 1) -> None:
@@ -46,16 +47,20 @@ class WindowPolicy:
         self._worth = RunningRatio(PRIOR_STEPS * self._worths((), price_per_s), PRIOR_STEPS, MEMORY_STEPS)
 
     def take(self, step_times: StepTimes) -> None:
-        """Decide by these step times, which know as many tokens as those before."""
+        """Use other step times from now on; their table must be as long as the first one."""
         # More tokens than the step times know are not to be had.
         self._seconds = np.append(step_times.seconds_by_tokens, np.inf)
 
     def num_tokens(self, columns: int) -> int:
-        """Step tokens of a window with so many columns, the last generated token included."""
+        """Step tokens of a window with `columns` columns, the newest token of the text included."""
         return max(columns, 1) + columns * (self._ngram_size - 2)
 
     def columns(self, tokens_per_step: float) -> int:
-        """The best number of columns, where steps add so many tokens."""
+        """The number of columns for the next step.
+
+        Args:
+            tokens_per_step: mean number of tokens that the last steps generated; a window raises it by a share.
+        """
         return self._sizes[int((self._worth.ratio + tokens_per_step * self._gains).argmax())]
 
     def record_step(
@@ -64,8 +69,8 @@ class WindowPolicy:
         """Learn from a step's draft tree.
 
         Args:
-            accept_probs: accept probabilities of the step's draft tokens, the most likely first.
-            price_per_s: tokens that a second is worth.
+            accept_probs: accept probabilities of the step's draft tokens, the largest first.
+            price_per_s: generated tokens that a second is worth.
             other_tokens: step tokens of a rank that other texts take.
         """
         self._worth.add(self._worths(accept_probs, price_per_s, other_tokens), 1)
@@ -73,7 +78,7 @@ class WindowPolicy:
     def _worths(
         self, accept_probs: Sequence[float] | np.ndarray, price_per_s: float, other_tokens: int = 0
     ) -> np.ndarray:
-        """Worth (sizes,) of each window size: expected tokens of the tree, cut where it pays most, less the price."""
+        """Worth of each window size, (sizes,): expected tokens of the draft tree cut where it pays most, less price."""
         window = self._window_tokens[:, None]
         drafts = np.arange(len(accept_probs) + 1)
         # Of the largest rank: the one with the window, or any if all have as many tokens.

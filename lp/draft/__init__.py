@@ -1,4 +1,6 @@
-"""What a step proposes and how it is verified, free of transformers and torch.distributed.
+"""Draft tokens: where a step's draft tree comes from, how ranks divide it, and how it is verified.
+
+Nothing here imports transformers or torch.distributed.
 
 Importing this package registers the built-in draft sources; see `lp.draft.registry`.
 """

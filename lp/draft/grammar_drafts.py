@@ -1,4 +1,8 @@
-"""Draft tokens under a grammar: those that it forbids are left out, and what must follow is drafted."""
+"""Drafting for a text that has to follow a grammar, such as a JSON schema.
+
+Forbidden draft tokens would be rejected for certain: they are left out. Where the grammar leaves no choice of the next
+characters, the tokens that spell them are drafted: these are called forced tokens.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +20,15 @@ from lp.sampling.grammar import Cursor, common_length
 
 
 class GrammarDrafts(WrappingSource):
-    """Another source's draft tree, as far as a grammar allows it, with what must follow its nodes.
+    """Wraps another draft source for a text under a grammar: forbidden nodes are removed, forced tokens are added.
 
-    The characters of forced tokens must follow, but other tokens may spell them.
+    Forced tokens spell characters that must follow, such as `"name":` behind `{`. The model may spell the same
+    characters with other tokens, so forced tokens are verified like all draft tokens.
 
     Args:
-        inner: the other source.
-        cursor: the grammar's cursor, for this text alone.
-        prompt_tokens: how many tokens the prompt has; the text that the grammar rules begins behind them.
+        inner: the wrapped source.
+        cursor: finds what the grammar allows behind this text; no other text uses it.
+        prompt_tokens: length of the prompt; the grammar applies to the generated tokens behind it.
     """
 
     def __init__(self, inner: DraftSource, cursor: Cursor, prompt_tokens: int) -> None:
@@ -34,11 +39,16 @@ class GrammarDrafts(WrappingSource):
 
     @property
     def accepted_prediction(self) -> int:  # type: ignore[override]
-        """Number of accepted tokens of the prediction, by the source whose drafts are cut."""
+        """Tokens of the caller's prediction that were accepted as draft tokens, as the wrapped source counts them."""
         return self._inner.accepted_prediction
 
     def propose_share(self, text: Sequence[int], step: ShareInput) -> Share:
-        """The rank's share of the draft tree, without what the grammar forbids."""
+        """One rank's share of the draft tree, without forbidden nodes and with forced tokens.
+
+        Args:
+            text: prompt and generated tokens.
+            step: the rank, its room for draft tokens, and their price.
+        """
         self.follow(text)
         if not self._cursor.go_to(text[self._prompt_tokens :]) or self._cursor.matcher.ended:
             return self._propose_inner(text, step)
@@ -50,7 +60,7 @@ class GrammarDrafts(WrappingSource):
         return replace(share, draft=self._grown(share.draft, step, prob))
 
     def follow(self, text: Sequence[int]) -> None:
-        """Count how many of the text's new tokens are those that had to follow, as they were tokenized."""
+        """Learn from the text's new tokens how often forced tokens are accepted; `added_prob` follows from it."""
         new = text[self._seen :]
         if not new or not self._cursor.go_to(text[self._prompt_tokens : self._seen]):
             return
@@ -67,7 +77,7 @@ class GrammarDrafts(WrappingSource):
         self.count(accepted, tried)
 
     def _forced(self) -> list[int]:
-        """The forced tokens that the grammar takes."""
+        """The forced tokens at the cursor, up to the first one that the grammar does not accept after all."""
         forced = self._cursor.matcher.forced()
         taken = 0
         while taken < len(forced) and self._cursor.go_on(forced[taken]):
@@ -76,12 +86,12 @@ class GrammarDrafts(WrappingSource):
         return forced[:taken]
 
     def _grown(self, tree: DraftTree, step: ShareInput, prob: float) -> DraftTree:
-        """A tree without the nodes that the grammar forbids, and with what must follow the others, where it pays.
+        """Remove a draft tree's forbidden nodes, and add forced tokens behind the others where they pay.
 
         Args:
             tree: this rank's draft tree.
-            step: has its room, and the price of its tokens.
-            prob: probability that a forced token is accepted.
+            step: the rank's room for draft tokens, and their price.
+            prob: probability that a forced token is accepted, given the tokens before it.
         """
         tokens, parents = np.asarray(tree.tokens).tolist(), np.asarray(tree.parents).tolist()
         branches: list[list[int]] = []
@@ -101,12 +111,12 @@ class GrammarDrafts(WrappingSource):
 
 
 class GrownTree:
-    """Some nodes of a rank's draft tree, and tokens that are added behind them.
+    """Builds a new draft tree from some nodes of a given one, with paths added behind them.
 
     Args:
-        given: the tree.
-        kept: its nodes that stay, with their ancestors, in order.
-        step: has the rank's room, and the price of its tokens.
+        given: the draft tree to begin with.
+        kept: numbers of its nodes that stay, ascending; the ancestors of a kept node are kept too.
+        step: the rank's room for draft tokens, and their price.
     """
 
     def __init__(self, given: DraftTree, kept: Sequence[int], step: ShareInput) -> None:
@@ -125,14 +135,16 @@ class GrownTree:
             self._places[node] = self._child(parent, int(given.tokens[node]), prob)
 
     def prob_of(self, node: int) -> float:
-        """Probability that a node of the given tree is accepted."""
+        """Probability that a kept node of the given tree is accepted with all its ancestors; 0 if none was stated."""
         return self._probs[self._places[node]]
 
     def add_path(self, node: int, path: Sequence[int], prob: float) -> None:
-        """Add tokens behind a node of the given tree, as far as there is room and they pay.
+        """Add a path of tokens behind a node; it ends early where there is no more room or a token does not pay.
 
         Args:
-            prob: probability that each token is accepted if those before it are.
+            node: number of a kept node in the given tree.
+            path: token ids, the first one a child of the node.
+            prob: probability that each token of the path is accepted if the tokens before it are.
         """
         place = self._places[node]
         for token in path:
@@ -146,11 +158,11 @@ class GrownTree:
             place = known
 
     def tree(self) -> DraftTree:
-        """The whole tree as it has grown."""
+        """The new draft tree: kept nodes and added tokens."""
         return DraftTree(self._tokens, self._parents, self._probs if self._stated else (), self._merge)
 
     def _child(self, parent: int, token: int, prob: float) -> int:
-        """The node behind another with this token: what two paths of a merged tree share is one node."""
+        """Index of the child with this token, added if there is none; a tree that does not merge gets a new one."""
         place = self._children.get((parent, token)) if self._merge else None
         if place is None:
             place = self._children[parent, token] = len(self._tokens)
@@ -161,7 +173,7 @@ class GrownTree:
         return place
 
     def _pays(self, accept_prob: float) -> bool:
-        """Whether there is room for one token more, and it pays."""
+        """Whether there is room for one more token, and its accept probability is above the price of its time."""
         draft_tokens = len(self._tokens)
         if draft_tokens >= self._room:
             return False

@@ -22,10 +22,10 @@ from lp.sampling.top_logits import INVALID_TOKEN
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JacobiConfig(RefusesRemoved):
-    """Jacobi decoding.
+    """Settings of Jacobi decoding, a baseline (`decoder=jacobi`): a block of guesses is refined from step to step.
 
     Args:
-        num_tokens: tokens of the block, which are the draft tokens of a step.
+        num_tokens: size of the block: the draft tokens of each step.
 
     Raises:
         ValueError: a value out of range, with the limit and the remedy.
@@ -37,17 +37,17 @@ class JacobiConfig(RefusesRemoved):
         check_count(self, "num_tokens", 1, 1024, "try 16")
 
     def shape(self) -> LookaheadConfig:
-        """The W, N, G whose step the method takes."""
+        """Lookahead settings with the same step sizes: no window, `num_tokens` draft tokens."""
         return windowless(self.num_tokens)
 
 
 @register_source("jacobi", JacobiConfig)
 class Jacobi(DraftSource):
-    """A block of guesses: what a step samples behind them are the next step's guesses.
+    """Draft source of Jacobi decoding: drafts a block of guesses, and replaces them with what the step sampled.
 
     Args:
         config: the size of the block.
-        prompt: first guesses are drawn from its tokens, by a fixed seed.
+        prompt: token ids, from which the first guesses are drawn with a fixed seed.
     """
 
     def __init__(self, config: JacobiConfig, prompt: Sequence[int]) -> None:
@@ -57,14 +57,14 @@ class Jacobi(DraftSource):
         self._guesses: list[int] = []
 
     def propose(self, text: Sequence[int], budget: int, *_: object) -> DraftTree:
-        """One path: the guesses, and new ones where the text has moved on."""
+        """Draft the block as one path, filled up at its end with random tokens of the prompt."""
         while len(self._guesses) < self.config.num_tokens:
             self._guesses.append(self._random.choice(self._prompt))
         guesses = self._guesses[:budget]
         return DraftTree(guesses, list(range(-1, len(guesses) - 1)))
 
     def observe(self, text: Sequence[int], num_new: int, samples: StepSamples) -> None:
-        """Keep what was sampled behind the guesses that come after the text's new tokens."""
+        """Take the tokens sampled at the nodes past the accepted ones as the next step's guesses."""
         behind = [int(token) for token in samples.sampled][num_new:]  # the nodes are the path, `c` first
         end = behind.index(INVALID_TOKEN) if INVALID_TOKEN in behind else len(behind)
         self._guesses = behind[:end]

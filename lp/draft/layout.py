@@ -1,5 +1,8 @@
 """What one rank computes in a step: its part of the tree of draft tokens and window guesses behind `c`.
 
+`c` is the newest token of the text. Catch-up tokens are accepted tokens before it whose KV this rank lacks, because
+another rank computed them.
+
 With W = 4, N = 4 and the draft paths (x, y) and (x, z), each node with its distance from p, the position of `c`:
 
     column     0      1      2      3           draft tree
@@ -30,10 +33,10 @@ from lp.draft.window import LookaheadWindow, WindowSlice
 
 
 def ancestors(parents: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Visibility (S, S) of trees given in topological order: [i, j] is whether node i sees node j.
+    """The attention mask of a tree, bool (S, S): [i, j] is whether node i sees node j, an ancestor or i itself.
 
     Args:
-        parents: parent of every node, before it; -1 for a root.
+        parents: int64 (S,), the index of every node's parent, which comes before the node; -1 for a root.
     """
     visible = np.zeros((len(parents), len(parents)), dtype=np.bool_)
     _fill_visible(compiled_ints(parents), compiled_array(visible))
@@ -50,35 +53,36 @@ def _fill_visible(parents, visible):  # type: ignore[no-untyped-def]
 
 
 class StepLayout:
-    """The tree of one rank's step: `c`, its part of the window and its draft tree, node by node.
+    """Lays out one rank's step for the forward pass: catch-up tokens, `c`, its window columns and its draft tree.
 
     Args:
-        window: its levels.
-        columns: the rank's slice of it.
-        draft: the rank's draft tree; nodes that repeat level 0 or column 0 share their nodes.
-        token: `c`.
-        position: p, of `c`.
-        limit: positions below it may be used; draft nodes past it are dropped.
-        catch_up: accepted tokens whose KV the rank lacks, which end right before `c`.
+        window: the lookahead window, the same on every rank.
+        columns: the columns of the window that this rank computes.
+        draft: the rank's draft tree; nodes that repeat level 0 or column 0 are not computed twice.
+        token: id of `c`, the newest token of the text.
+        position: p, the position of `c` in the text.
+        limit: first position that may not be used; draft nodes at or past it are dropped.
+        catch_up: accepted tokens whose KV this rank lacks; the last one stands right before `c`.
 
     Attributes:
-        num_nodes: S.
-        num_window: nodes of `c` and the window; the draft tree's own follow.
-        num_tokens: T.
-        tokens, positions, parents: int64 (S,); the parent of `c` is -1.
-        accept_probs: float64 (S,); 0 where the draft source states none.
-        reachable: bool (S,), whether a walk may reach the node: it is in level 0, column 0 or the draft tree.
-        drafted_behind: int64 (S,), the node that a walk comes from; -1 where no walk comes, or where another node with
-            the same token behind the same node stands for this one.
-        sampled_nodes: int64 (n,), the nodes whose token is sampled, ascending.
-        sampled_tokens: where these are among the tokens of the step.
-        sampled_positions: their positions.
-        step_tokens, step_positions, step_parents: int64 (T,), what the forward pass computes: catch-up tokens, each
+        num_nodes: S, nodes of this rank.
+        num_window: how many of these, the first, are `c` and the window; the others are the draft tree's.
+        num_tokens: T, step tokens: catch-up tokens and nodes.
+        tokens, positions, parents: int64 (S,), every node's token, position in the text, and parent; the parent of `c`
+            is -1.
+        accept_probs: float64 (S,), every node's probability to be accepted; 0 where the draft source states none.
+        reachable: bool (S,), whether the node's token can be accepted: it is in level 0, column 0 or the draft tree.
+        drafted_behind: int64 (S,), the node behind which this node's token is a draft token; -1 for a node that can't
+            be accepted, and for one that repeats another with the same token behind the same node.
+        sampled_nodes: int64 (n,), the nodes at which a next token is sampled, ascending.
+        sampled_tokens: (n,), indices of these nodes among the T step tokens.
+        sampled_positions: (n,), positions of these nodes in the text.
+        step_tokens, step_positions, step_parents: int64 (T,), the input of the forward pass: catch-up tokens, each
             behind the one before, then the nodes.
-        nodes: these arrays as compiled functions take them, with room behind the nodes.
+        nodes: these arrays as compiled functions take them; they are longer than S.
 
     Raises:
-        ValueError: as `DraftTree.check`.
+        ValueError: the draft tree is malformed, see `DraftTree.check`.
     """
 
     def __init__(
@@ -136,7 +140,7 @@ class StepLayout:
             self.step_parents = np.concatenate([np.arange(-1, missing - 1), self.parents + missing])
 
     def drafts(self) -> dict[int, list[int]]:
-        """The different tokens that may follow each node in a walk, by node, in the order they were laid out."""
+        """The distinct draft tokens behind each node, in the order of the layout; nodes without any have no entry."""
         drafts: dict[int, list[int]] = {}
         for node, token in zip(self.drafted_behind.tolist(), self.tokens.tolist(), strict=True):
             if node >= 0:
@@ -144,9 +148,14 @@ class StepLayout:
         return drafts
 
     def branch_tokens(self, node: int) -> list[int] | None:
-        """The tokens behind `c` up to the node, which logits processors see as the end of its text.
+        """The tokens between `c` and a node, the node's included: logits processors see them as the end of the text.
 
-        None for a node that no walk reaches: it only guesses, and logits processors leave it out.
+        Args:
+            node: index of the node.
+
+        Returns:
+            Token ids in the order of the text; empty for `c`. None for a node of the window whose token can't be
+            accepted: logits processors leave it out.
         """
         if not self.reachable[node]:
             return None
@@ -158,7 +167,7 @@ class StepLayout:
 
 
 class LayoutNodes(NamedTuple):
-    """Room for at least S nodes, as compiled functions take it; see `StepLayout`."""
+    """The arrays of a `StepLayout`, at least S long, as compiled functions take and fill them."""
 
     tokens: Any  # int64 (S,), like all that have no other type
     positions: Any
@@ -179,7 +188,7 @@ def _lay_out(nodes, window, own_tokens, tokens, parents, probs, merge, position,
     """Fill in `c` and the window, then the draft tree.
 
     Returns:
-        How many nodes there are, -1 where the draft tree is none; and how many are sampled.
+        The number of nodes, -1 where the draft tree is malformed; and the number of nodes that sample a token.
     """
     count = len(own_tokens)
     for node in range(count):
@@ -235,7 +244,16 @@ def _lay_out(nodes, window, own_tokens, tokens, parents, probs, merge, position,
 
 @jit
 def child_with(nodes, parent, token):  # type: ignore[no-untyped-def]
-    """The listed child of a node that has this token, or -1."""
+    """Find a child by its token, for compiled code.
+
+    Args:
+        nodes: LayoutNodes, or the nodes of a union.
+        parent: index of the node whose children are searched.
+        token: token id.
+
+    Returns:
+        Index of the child that `add_child` has linked and that has this token; -1 if there is none.
+    """
     node = nodes.first_child[parent]
     while node >= 0 and nodes.tokens[node] != token:
         node = nodes.next_sibling[node]
@@ -244,6 +262,11 @@ def child_with(nodes, parent, token):  # type: ignore[no-untyped-def]
 
 @jit
 def add_child(nodes, parent, node):  # type: ignore[no-untyped-def]
-    """List a node as the first child of another."""
+    """Link a node to its parent as its first child, so that `child_with` finds it.
+
+    Args:
+        nodes: LayoutNodes, or the nodes of a union.
+        parent, node: indices of the parent and of its new child.
+    """
     nodes.next_sibling[node] = nodes.first_child[parent]
     nodes.first_child[parent] = node

@@ -17,12 +17,16 @@ SHAPE = ("window_size", "ngram_size", "guess_set_size")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PaperConfig(RefusesRemoved):
-    """The paper's own lookahead: n-grams keyed by one token, N - 1 deep, side by side.
+    """Settings of the paper's own lookahead decoding, a baseline (`decoder=lookahead_paper`).
+
+    A step verifies the newest G n-grams that begin with the newest token, each on a path of N - 1 draft tokens of its
+    own.
 
     Args:
-        window_size, ngram_size, guess_set_size: W, N, G.
-        prompt_ngrams: the n-grams of the prompt and of the accepted text enter the pool ("prompt as reference").
-        warmup_steps: first steps that verify nothing and read no n-gram, as the reference code's N - 1.
+        window_size, ngram_size, guess_set_size: W, N and G of the paper.
+        prompt_ngrams: whether n-grams of the prompt and of the accepted text enter the pool, too ("prompt as
+            reference").
+        warmup_steps: number of first steps that verify nothing and read no n-gram; the paper's code has N - 1.
 
     Raises:
         ValueError: a value out of range, with the limit and the remedy.
@@ -42,7 +46,7 @@ class PaperConfig(RefusesRemoved):
             set_field(self, name, getattr(shape.ablation, name))
 
     def shape(self) -> LookaheadConfig:
-        """The W, N, G whose step the method takes."""
+        """Lookahead settings with the same step sizes: the same W, N and G, and the pool's refinements off."""
         text = self.prompt_ngrams
         own = Ablation(prompt_ngrams=text, output_ngrams=text, warmup_steps=self.warmup_steps, num_logits=0)
         return LookaheadConfig(**{name: getattr(self, name) for name in SHAPE}, draft_depth=None, ablation=own)
@@ -50,11 +54,11 @@ class PaperConfig(RefusesRemoved):
 
 @register_source("lookahead_paper", PaperConfig)
 class PaperPool(DraftSource):
-    """The paper's pool (section 3.2): the newest n-grams behind one token, as many paths side by side.
+    """Draft source with the paper's n-gram pool (section 3.2): keeps the newest G n-grams that begin with each token.
 
     Args:
-        config: N, and G n-grams stored for a token and tried a step.
-        prompt: its n-grams are known from the start, if `prompt_ngrams`.
+        config: N, the length of an n-gram, and G, how many are kept for a token and drafted in a step.
+        prompt: token ids, whose n-grams are in the pool from the start if `prompt_ngrams` is set.
     """
 
     def __init__(self, config: PaperConfig, prompt: Sequence[int]) -> None:
@@ -63,14 +67,14 @@ class PaperPool(DraftSource):
         self._learn_text(prompt, len(prompt))
 
     def propose(self, text: Sequence[int], budget: int, *_: object) -> DraftTree:
-        """The newest n-grams behind text[-1]; no two share a node."""
+        """Draft the n-grams that begin with text[-1], the newest first, each as a path that shares no node."""
         builder = DraftTreeBuilder(budget, merge=False)
         for tail in reversed(self._tails.get(text[-1], {})):
             builder.add_path(tail)
         return builder.build()
 
     def observe(self, text: Sequence[int], num_new: int, samples: StepSamples) -> None:
-        """Store the window's n-grams, then the text's."""
+        """Store the step's n-grams in the pool: the window's, then those that the text's new tokens end."""
         for ngram in samples.ngrams:
             self._add(ngram)
         self._learn_text(text, num_new)

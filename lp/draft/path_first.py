@@ -1,4 +1,4 @@
-"""A path that is drafted before what another source drafts: a share of both.
+"""One certain-looking path of draft tokens, such as a predicted text, put before another source's draft tree.
 
 R: ranks; B: the most step tokens of a rank.
 """
@@ -15,11 +15,13 @@ from lp.draft.tree import DraftTree
 
 
 def paying_length(step: ShareInput, accept_probs: Sequence[float]) -> int:
-    """How many tokens of a path to draft, the same on every rank: as many as have room, and pay.
+    """How many tokens of a path are worth drafting: accepted tokens expected, less the price of their time.
+
+    Rank 0 computes the path; every rank gets the same number.
 
     Args:
-        step: what a share is grown from, on any rank.
-        accept_probs: by token of the path, the probability that it is accepted with those before it.
+        step: room and price of draft tokens on this rank.
+        accept_probs: probability of each token of the path to be accepted with all tokens before it.
     """
     most = min(int(step.rooms[0]), len(accept_probs))
     price = step.price
@@ -35,15 +37,18 @@ def paying_length(step: ShareInput, accept_probs: Sequence[float]) -> int:
 def share_with_path(
     propose_share: ProposeShare, text: Sequence[int], step: ShareInput, path: Sequence[int], probs: Sequence[float]
 ) -> Share:
-    """Another source's share, grown in the room that a path leaves; the first rank computes the path.
+    """Draft a path on rank 0, and let another source draft in the room that is left.
 
-    Nodes that repeat the path's share its nodes in the step.
+    Nodes of the other source that repeat the path are not computed twice.
 
     Args:
         propose_share: the other source's `propose_share`.
-        text, step: arguments of `propose_share`.
-        path: tokens, no more than there is room for.
-        probs: by token, the probability that it is accepted with those before it.
+        text, step: what to call `propose_share` with.
+        path: token ids, at most as many as rank 0 has room for.
+        probs: probability of each token of the path to be accepted with all tokens before it.
+
+    Returns:
+        This rank's share of the draft tree; on rank 0 it begins with the path.
     """
     if not path:
         return propose_share(text, step)

@@ -1,4 +1,4 @@
-"""A predicted text: tokens that a caller expects, as an editor that asks for a file with few changes does."""
+"""Drafting from a predicted text: tokens that the caller expects, such as the old text of a file to be edited."""
 
 from __future__ import annotations
 
@@ -14,33 +14,39 @@ MATCHED_TOKENS = 3  # a run of so many finds the place in the prediction again, 
 
 
 class Prediction(WrappingSource):
-    """Drafts what follows in a predicted text, before what another source drafts.
+    """Wraps another draft source: first drafts the next tokens of a predicted text, then what the source drafts.
 
-    Where the text differs, drafting goes on behind the place at which the text's last tokens come in the prediction.
+    Where the generated text leaves the prediction, drafting goes on as soon as the text's last 3 tokens occur in the
+    prediction again, behind them.
 
     Args:
-        inner: the other source.
-        tokens: the predicted text.
-        prompt_tokens: how many tokens the prompt has; the prediction begins behind them.
+        inner: the wrapped source.
+        tokens: token ids of the predicted text.
+        prompt_tokens: length of the prompt, behind which the prediction is expected.
 
     Attributes:
-        accepted_prediction: tokens of the prediction that were accepted as drafts.
+        accepted_prediction: tokens of the prediction that were accepted as draft tokens.
     """
 
     def __init__(self, inner: DraftSource, tokens: Sequence[int], prompt_tokens: int) -> None:
         super().__init__(inner)
         self.accepted_prediction = 0
         self._tokens = list(tokens)
-        self._next: int | None = 0  # index of the token that should come; None where the text has left the prediction
-        self._left_at = 0  # where it did
+        self._next: int | None = 0  # index of the predicted next token; None where the text has left the prediction
+        self._left_at = 0  # index at which the text last left the prediction
         self._seen = prompt_tokens
         self._path: list[int] = []  # drafted in the last step
-        self._places: dict[tuple[int, ...], list[int]] = {}  # of a run, the indices behind it
+        self._places: dict[tuple[int, ...], list[int]] = {}  # run of MATCHED_TOKENS -> the indices behind it
         for end in range(MATCHED_TOKENS, len(self._tokens) + 1):
             self._places.setdefault(tuple(self._tokens[end - MATCHED_TOKENS : end]), []).append(end)
 
     def propose_share(self, text: Sequence[int], step: ShareInput) -> Share:
-        """The prediction's next tokens on the first rank, and the other source's share."""
+        """One rank's share of the draft tree; rank 0 has the prediction's next tokens before the wrapped source's.
+
+        Args:
+            text: prompt and generated tokens.
+            step: the rank, its room for draft tokens, and their price.
+        """
         self.follow(text)
         self._path = []
         if self._next is not None:
@@ -51,7 +57,7 @@ class Prediction(WrappingSource):
         return self._propose_inner(text, step)
 
     def follow(self, text: Sequence[int]) -> None:
-        """Take in the text's new tokens."""
+        """Find the place in the prediction behind the text's new tokens, and count accepted draft tokens."""
         new = text[self._seen :]
         if not new:
             return

@@ -1,4 +1,4 @@
-"""Prompt lookup: copy what followed the last tokens before, as transformers does."""
+"""Prompt lookup decoding, a baseline: draft a copy of what followed the last tokens at their first occurrence."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lp.removed_keys import RefusesRemoved
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptLookupConfig(RefusesRemoved):
-    """Prompt lookup as transformers has it: copy what followed the last tokens before.
+    """Settings of prompt lookup decoding (`decoder=prompt_lookup`), named as in transformers.
 
     Args:
-        max_matching_ngram: longest run of last tokens to look for; shorter ones are tried after it.
-        num_tokens: tokens copied, which are the draft tokens of a step.
+        max_matching_ngram: most tokens at the end of the text to search for; if they do not occur, fewer are tried.
+        num_tokens: most tokens to copy: the draft tokens of a step.
 
     Raises:
         ValueError: a value out of range, with the limit and the remedy.
@@ -33,17 +33,17 @@ class PromptLookupConfig(RefusesRemoved):
         check_count(self, "num_tokens", 1, 1024, "try 10")
 
     def shape(self) -> LookaheadConfig:
-        """The W, N, G whose step the method takes."""
+        """Lookahead settings with the same step sizes: no window, `num_tokens` draft tokens."""
         return windowless(self.num_tokens)
 
 
 @register_source("prompt_lookup", PromptLookupConfig)
 class PromptLookup(DraftSource):
-    """Copy what followed the earliest occurrence of the last tokens, as transformers' prompt lookup does.
+    """Draft source that copies what followed the earliest occurrence of the last tokens, as transformers does.
 
     Args:
-        config: how long a run of last tokens to look for.
-        prompt: the text to index at first.
+        config: how many of the last tokens to search for.
+        prompt: token ids to index from the start.
     """
 
     def __init__(self, config: PromptLookupConfig, prompt: Sequence[int]) -> None:
@@ -52,7 +52,7 @@ class PromptLookup(DraftSource):
         self._index(prompt, len(prompt))
 
     def propose(self, text: Sequence[int], budget: int, *_: object) -> DraftTree:
-        """One path: at most `budget` tokens behind the longest run found."""
+        """Draft one path: a copy of at most `budget` tokens behind the longest match; empty if there is no match."""
         for n in range(min(self.config.max_matching_ngram, len(text)), 0, -1):
             start = self._first.get(tuple(text[-n:]))
             if start is not None:
@@ -61,7 +61,7 @@ class PromptLookup(DraftSource):
         return DraftTree()
 
     def observe(self, text: Sequence[int], num_new: int, samples: StepSamples) -> None:
-        """Index the runs that the new tokens continue."""
+        """Index the text's `num_new` newest tokens by the n-grams before each."""
         self._index(text, num_new)
 
     def _index(self, text: Sequence[int], num_new: int) -> None:

@@ -31,12 +31,12 @@ T = TypeVar("T", bound=type)
 
 
 class DraftConfig(Protocol):
-    """A frozen dataclass with a default for every field, which checks itself."""
+    """The settings of a draft source: a frozen dataclass with a default for every field, which checks its values."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def shape(self) -> LookaheadConfig:
-        """The steps that it takes: the window and the largest draft tree."""
+        """How large the source's steps may be: the window, and the most draft tokens."""
 
 
 def _alone(numbers: Sequence[int] | None) -> Sequence[int] | None:
@@ -49,16 +49,16 @@ def _one(number: int) -> Sequence[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallInfo:
-    """What a factory may know of a `generate` call before its text begins; every rank knows the same.
+    """The facts of a `generate` call with which a factory opens files before the text begins; equal on all ranks.
 
     Attributes:
-        vocabulary_size: size of the model's vocabulary.
-        model_folder: folder that the model was loaded from, or its name; may be empty.
-        owner: whose text it is: what sources remember of texts is for the same owner's alone; None: nothing is
-            remembered.
-        is_main: whether this is the one rank that may write files.
-        share: hands rank 0's numbers, int64, or None, to every rank.
-        gather: hands every rank's number, int64, to every rank, by rank.
+        vocabulary_size: V, number of tokens of the model's vocabulary.
+        model_folder: the folder that the model was loaded from, or its name; may be empty.
+        owner: whose text it is, such as the name of an API key; may be empty. What draft sources remember of a text
+            serves later texts of the same owner alone. None: nothing is remembered.
+        is_main: whether this rank is rank 0, which alone may write files; the one fact that differs between ranks.
+        share: sends rank 0's argument, int64 numbers or None, to every rank, and returns it there.
+        gather: returns every rank's argument, an int64 number, by rank.
     """
 
     vocabulary_size: int
@@ -71,16 +71,17 @@ class CallInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call(CallInfo):
-    """What a factory may know of the `generate` call that it makes a source for.
+    """The facts of one `generate` call, from which a factory makes the call's draft source; equal on all ranks.
 
     Attributes:
         prompt: token ids.
-        max_length: tokens that the text may reach, the prompt included.
-        noise: (seed, sequence) of the sampler's noise; None where tokens are not sampled under it.
-        step_tokens: most tokens of a step, on all ranks, that an adaptive budget finds worth their time; None: the
-            budget is fixed.
-        temperature: the sampler's temperature; 1 where it has none.
-        corpora: names of the factory's corpora that the text may look in; None: all.
+        max_length: most tokens of the text, the prompt included.
+        noise: (seed, sequence number) of the sampler's noise, so that a source can foresee samples; None if the sampler
+            draws otherwise, or not at all.
+        step_tokens: most tokens of a step, on all ranks together, that an adaptive budget finds worth their time; None
+            if the budget is fixed.
+        temperature: temperature of the sampler; 1 if it has none.
+        corpora: names of the corpora that the text may be drafted from; None: all.
     """
 
     prompt: Sequence[int]
@@ -92,22 +93,28 @@ class Call(CallInfo):
 
 
 class SourceFactory(ABC):
-    """Makes the draft sources of a decoder, one for every call, and has what outlives a call.
+    """Makes a draft source for each `generate` call of a decoder, and keeps what sources remember between calls.
 
     Attributes:
-        corpora: names of the corpora that calls may choose among.
+        corpora: names of the corpora that a request may choose from; empty if there are none.
     """
 
     corpora: Sequence[str] = ()
 
     @abstractmethod
     def new_source(self, call: Call) -> DraftSource:
-        """Make the source that drafts in one call."""
+        """Make the draft source of one call."""
 
     def digests(self, info: CallInfo) -> dict[str, int]:
-        """Digests that ranks compare before a text, by name: its sources must begin alike on every rank.
+        """Digests of what a text's draft source begins with: ranks compare them, and refuse to start if they differ.
 
-        What the sources of an owner's texts need is opened here, where it is the first.
+        Files that sources of this owner need are opened here, before the owner's first text.
+
+        Args:
+            info: the call that is about to begin.
+
+        Returns:
+            Digests, int64, by the name that an error message shows, such as "corpora"; every rank has the same names.
         """
         return {}
 
@@ -128,9 +135,10 @@ class SourceEntry:
     """A registered draft source.
 
     Attributes:
-        name: how users choose it, as in `decoder=NAME`.
-        config: its config's class.
-        factory: makes its factory from a config; raises a ValueError where the source cannot be used.
+        name: what users choose it by, as in `decoder=NAME`.
+        config: class of its settings, a DraftConfig.
+        factory: makes its SourceFactory from such settings; raises a ValueError if the source cannot be used, for
+            example because a package is missing.
     """
 
     name: str
@@ -142,15 +150,19 @@ _entries: dict[str, SourceEntry] = {}
 
 
 def register_source(name: str, config: type, requires: Callable[[], object] | None = None) -> Callable[[T], T]:
-    """Register the decorated class, a DraftSource, made as `source(config, prompt)` for every call.
+    """Class decorator that makes a DraftSource available to users by a name.
+
+    Every `generate` call makes one instance, as `source(config, prompt)`.
 
     Args:
-        name: how users choose it, as in `decoder=NAME`.
-        config: the class of its config, a DraftConfig.
-        requires: called when a decoder is made; raises a ValueError where the source cannot be used.
+        name: what users choose it by, as in `decoder=NAME`.
+        config: class of its settings, a DraftConfig.
+        requires: called when a decoder is made; raises a ValueError if the source cannot be used, for example because
+            a package is missing.
 
     Raises:
-        ValueError: the name or the config is taken, the config is none, or the class is no DraftSource.
+        ValueError: the name or the config class is registered already, the config class is no DraftConfig, or the
+            decorated class is no DraftSource.
     """
 
     def register(source: T) -> T:
@@ -168,7 +180,18 @@ def register_source(name: str, config: type, requires: Callable[[], object] | No
 
 
 def register_factory(name: str, config: type) -> Callable[[T], T]:
-    """Register the decorated SourceFactory, made as `factory(config)` for every decoder; else as `register_source`."""
+    """Class decorator for a draft source that remembers things between calls: registers its SourceFactory.
+
+    Every decoder makes one instance, as `factory(config)`; the instance makes a source for each call.
+
+    Args:
+        name: what users choose it by, as in `decoder=NAME`.
+        config: class of its settings, a DraftConfig.
+
+    Raises:
+        ValueError: the name or the config class is registered already, the config class is no DraftConfig, or the
+            decorated class is no SourceFactory.
+    """
 
     def register(factory: T) -> T:
         _check_class(factory, SourceFactory)
@@ -179,15 +202,18 @@ def register_factory(name: str, config: type) -> Callable[[T], T]:
 
 
 def sources() -> tuple[SourceEntry, ...]:
-    """All of them, in the order of registration."""
+    """All registered draft sources, in the order of registration."""
     return tuple(_entries.values())
 
 
 def source_of(config: object) -> SourceEntry:
-    """The source that a config is of.
+    """Find the registered draft source for the settings that a user gave.
+
+    Args:
+        config: an instance of a registered DraftConfig class, such as `JacobiConfig()`.
 
     Raises:
-        ValueError: there is none; names those that there are.
+        ValueError: no draft source is registered for its class; the message lists the registered ones.
     """
     for entry in _entries.values():
         if type(config) is entry.config:

@@ -1,7 +1,8 @@
 """What each rank of a step computes: its columns of the window, and its share of the draft tree. Pure arithmetic.
 
-Every rank has a budget of B step tokens. From it go its catch-up tokens, `c`, and its nodes of the window; what is left
-is its room for draft tokens. R: ranks; W: columns; N: n-gram size.
+Every rank has a budget of B step tokens. From it go its catch-up tokens (accepted tokens whose KV it lacks), `c` (the
+newest token of the text), and its nodes of the window; what is left is its room for draft tokens.
+R: ranks; W: columns; N: n-gram size.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from lp.draft.window import slice_window
 
 
 def step_tokens(config: LookaheadConfig, ranks: int = 1) -> int:
-    """B, the most step tokens of a rank.
+    """B, the most tokens that one rank computes in a step.
 
-    The W and G of an adaptive config are a rank's. Fixed ones are of the whole step: every rank gets an equal part.
+    Args:
+        config: W and G hold for each rank if the budget is adaptive, else for all ranks together.
+        ranks: R, number of ranks that divide a fixed budget among them.
     """
     w, n = config.window_size, config.ngram_size
     if config.adaptive:
@@ -38,11 +41,12 @@ NO_DRAFT = DraftTree()
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a rank drafts in a step.
+    """One rank's share of a step's draft tree.
 
     Attributes:
-        draft: its own part of the step's draft tree, with the ancestors that it needs.
-        common: what all ranks grew alike before they divided it, which the digest compares.
+        draft: the nodes that this rank computes: its part of the tree and the ancestors of these nodes.
+        common: the tree that all ranks proposed before they divided it; a digest of it in each rank's message shows
+            whether it was equal on all of them.
     """
 
     draft: DraftTree
@@ -50,18 +54,19 @@ class Share:
 
 
 def cut_tree(tree: DraftTree, budget: int, base_tokens: Sequence[int], rank: int) -> Share:
-    """A rank's share of a whole tree: preorder, cut into one block a rank so that the largest step is the smallest.
+    """Divide a draft tree among ranks so that the largest step is as small as possible, and return one rank's share.
 
-    A rank computes the nodes of its block and their ancestors. Nodes that find no room are left out.
+    The nodes are listed in preorder and cut into one block for each rank. A rank computes the nodes of its block and
+    their ancestors. Nodes for which no rank has room are left out.
 
     Args:
-        tree: the same on every rank.
-        budget: B.
-        base_tokens: by rank, step tokens that it has without a draft.
-        rank: the rank whose share is wanted.
+        tree: the whole draft tree, the same on every rank.
+        budget: B, the most step tokens of a rank.
+        base_tokens: (R,), step tokens that each rank has without draft tokens.
+        rank: the rank whose share is returned.
 
     Raises:
-        ValueError: as `DraftTree.check`.
+        ValueError: the tree is malformed, see `DraftTree.check`.
     """
     tree.check()
     if len(base_tokens) == 1:
@@ -91,7 +96,7 @@ def _preorder_paths(parents: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def _divide(paths: Sequence[tuple[int, ...]], size: int, base_tokens: Sequence[int]) -> tuple[list[set[int]], int]:
-    """Divide paths into steps of at most `size` tokens: each rank's nodes, and how many paths have found room."""
+    """Fill ranks with paths, up to `size` step tokens each: each rank's nodes, and how many paths had room."""
     shares = []
     at = 0
     for base in base_tokens:

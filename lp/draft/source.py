@@ -1,7 +1,8 @@
-"""What a draft source is: it proposes a draft tree for every step, and learns from what the step sampled.
+"""The interface of a draft source: it proposes a draft tree for every step, and learns from the sampled tokens.
 
 `lp.draft.registry` tells how to add one.
-n: sampled nodes of a step; K: `num_logits`, the top-k logits of each; L: tokens of the prompt behind what was cached.
+n: sampled nodes of a step; K: `num_logits`, the top-k logits of each; L: tokens of the prompt behind what was cached;
+R: ranks; `c`: the newest token of the text.
 """
 
 from __future__ import annotations
@@ -25,18 +26,19 @@ Ints = Sequence[int] | np.ndarray
 
 @dataclass(frozen=True, slots=True)
 class StepSamples:
-    """What the nodes of a step sampled on all ranks, the same on every rank: each path of tokens behind `c` once.
+    """The samples and logits of one step, gathered from all ranks, from which a draft source learns.
 
-    The next step overwrites the arrays: a source that keeps some copies them.
+    All ranks get the same. A node that several ranks computed is listed once. The next step overwrites the arrays: a
+    source that keeps some of them must copy them.
 
     Attributes:
-        tokens, positions, parents: all nodes, in topological order: their tokens, positions and parents; node 0 is `c`,
-            whose parent is -1.
-        sampled: the token that each node sampled; INVALID_TOKEN where it sampled none.
-        packed: int64, one-dimensional: has the nodes' top-k logits, packed.
-        starts: where in `packed` each node's top-k logits begin.
-        num_logits: K.
-        ngrams: the window's new n-grams, of N tokens, one a column.
+        tokens, positions, parents: token, position and parent of every node, parents before children; node 0 is `c`,
+            the newest token of the text before the step, and its parent is -1.
+        sampled: the token sampled at each node; INVALID_TOKEN if none was sampled.
+        packed: int64, one-dimensional, with the top-k logits of all nodes in packed form; `top_logits` unpacks them.
+        starts: index in `packed` at which the top-k logits of each node begin.
+        num_logits: K, top-k logits of a node.
+        ngrams: the window's new n-grams, tuples of N tokens, at most one for each column.
     """
 
     tokens: Ints
@@ -58,7 +60,7 @@ class StepSamples:
         top_logits: TopLogits,
         ngrams: Sequence[tuple[int, ...]] = (),
     ) -> StepSamples:
-        """Samples of nodes with these top-k logits, one row a node."""
+        """Make StepSamples from unpacked top-k logits, one row for each node; the other arguments are attributes."""
         packed = pack_again(top_logits)
         count, num_logits = packed.shape
         starts = np.arange(count) * num_logits
@@ -66,29 +68,31 @@ class StepSamples:
 
     @property
     def nodes(self) -> list[int]:
-        """Numbers of the nodes that sampled a token: (n,)."""
+        """Indices of the nodes at which a token was sampled: (n,)."""
         return np.flatnonzero(np.asarray(self.sampled) != INVALID_TOKEN).tolist()
 
     @property
     def top_logits(self) -> TopLogits:
-        """Top-k logits of `nodes`: (n, K)."""
+        """Tokens and logits of the K largest logits at each of `nodes`: (n, K)."""
         starts = np.asarray(self.starts)[self.nodes]
         return unpack_top_logits(self.packed[starts[:, None] + np.arange(self.num_logits)])
 
 
 class TokenPrice(NamedTuple):
-    """What the tokens of a step cost, for sources that know how likely each of theirs is to be accepted.
+    """The price of draft tokens: a source that states accept probabilities drafts none that costs more than it gains.
 
     Attributes:
-        tokens_per_s: what a second is worth; 0: step tokens cost nothing.
-        base_tokens: step tokens that there are without a draft.
-        seconds: float64, the time of a step by its tokens, at least up to base_tokens + budget.
-        marginal_seconds: float64, by step tokens, the least that one more costs, as in StepTimes.
-        exploration_bonus: what a draft token is worth even if it is rejected, for the logits that it leaves.
-        exploration_tokens: how many draft tokens of a step have that bonus.
+        tokens_per_s: generated tokens that a second is worth: what decoding otherwise makes in it; 0: draft tokens
+            cost nothing.
+        base_tokens: step tokens of the rank without draft tokens.
+        seconds: float64, the time of a step by its number of tokens, at least up to base_tokens + budget.
+        marginal_seconds: float64, by number of step tokens, the least seconds that one more costs (see StepTimes).
+        exploration_bonus: generated tokens that even a rejected draft token is worth, because its logits are learned.
+        exploration_tokens: number of draft tokens of a step that get this bonus.
         calibration: factor on the probability that a token is accepted, given that its parent is.
-        depth_discount: factor 1 / (1 + depth_discount x d) on the probability that a path of d tokens is accepted.
-        least_tokens: tokens of the step that another rank computes anyway: up to here a rank's tokens cost nothing.
+        depth_discount: a path of d tokens has its probability multiplied by 1 / (1 + depth_discount x d).
+        least_tokens: most step tokens of any rank without draft tokens. All ranks wait for that one, so draft tokens of
+            this rank are free up to this size.
     """
 
     tokens_per_s: float
@@ -103,21 +107,22 @@ class TokenPrice(NamedTuple):
 
     @classmethod
     def free(cls, num_tokens: int) -> TokenPrice:
-        """A price at which so many step tokens cost nothing."""
+        """The price of steps in which up to `num_tokens` tokens cost nothing."""
         nothing = compiled_array(np.zeros(num_tokens + 1))
         return cls(tokens_per_s=0.0, base_tokens=0, seconds=nothing, marginal_seconds=nothing)
 
 
 class ShareInput(NamedTuple):
-    """What one rank's share of a step is grown from.
+    """How much one rank may draft in a step: the input of `DraftSource.propose_share`.
 
     Attributes:
-        rank: the rank whose share it is.
-        budget: B, the most step tokens of every rank.
-        base_tokens: by rank, (R,), step tokens without a draft: catch-up tokens, `c`, the rank's part of the window.
-        window: what the rank's part of the window proposes at no cost.
+        rank: the rank that drafts.
+        budget: B, the most step tokens of any rank.
+        base_tokens: (R,), step tokens of each rank without draft tokens: catch-up tokens (accepted tokens whose KV it
+            lacks), `c`, and its part of the window.
+        window: paths of the rank's part of the window, which are drafts at no cost.
         price: what the rank's step tokens cost; None: nothing.
-        max_draft: the most draft tokens of every rank.
+        max_draft: most draft tokens of any rank.
     """
 
     rank: int
@@ -129,20 +134,20 @@ class ShareInput(NamedTuple):
 
     @property
     def rooms(self) -> np.ndarray:
-        """How many draft tokens each rank may have: int64 (R,)."""
+        """Number of draft tokens that each rank has room for: int64 (R,)."""
         return np.maximum(np.minimum(self.budget - np.asarray(self.base_tokens, np.int64), self.max_draft), 0)
 
 
 class DraftSource(ABC):
-    """Proposes draft tokens for one text; every `generate` call has its own.
+    """Proposes draft tokens for one text; every `generate` call has a source of its own.
 
-    All ranks call it alike, with equal arguments but for the rank, and each computes its own share of what it proposes:
-    it must be deterministic. `propose` is all that it must have.
+    Subclasses must define `propose`; the other methods do nothing, or build on it. A source must be deterministic: each
+    rank has an instance, all are called alike, and each rank computes its own share of the proposed tree.
 
     Attributes:
-        num_logits: K, top-k logits that it wants of every sampled node; 0 for none.
-        divides: `propose_share` grows each rank's part alone, so that ranks can divide a fixed budget.
-        accepted_prediction: tokens of the caller's prediction that were accepted as draft tokens.
+        num_logits: K, how many of the largest logits the source wants to see of every sampled node; 0 for none.
+        divides: whether `propose_share` grows each rank's share by itself; ranks then divide a fixed budget among them.
+        accepted_prediction: tokens of the caller's predicted text that were accepted as draft tokens.
     """
 
     num_logits: int = 0
@@ -151,48 +156,63 @@ class DraftSource(ABC):
 
     @abstractmethod
     def propose(self, text: Sequence[int], budget: int, window: WindowDrafts, price: TokenPrice | None, /) -> DraftTree:
-        """A draft tree behind text[-1].
+        """Propose the draft tree of the next step, behind text[-1].
 
         Args:
             text: prompt and generated tokens.
-            budget: most nodes, not counting those that repeat the window's drafts.
-            window: what the window proposes at no cost.
-            price: what step tokens cost, for sources that state probabilities; None: nothing.
+            budget: most draft tokens, without those that repeat the window's drafts.
+            window: paths of the lookahead window, which are drafts at no cost.
+            price: what step tokens cost, for sources that state accept probabilities; None: nothing.
         """
 
     def propose_share(self, text: Sequence[int], step: ShareInput) -> Share:
-        """One rank's share: a cut through the whole tree, which every rank proposes, unless the source `divides`."""
+        """Propose one rank's share of the draft tree.
+
+        Unless a subclass overrides it, every rank proposes the whole tree and takes its part (`cut_tree`).
+
+        Args:
+            text: prompt and generated tokens.
+            step: the rank, its room for draft tokens, and their price.
+        """
         alone = len(step.base_tokens) == 1  # else window and price are the rank's own, and the tree is to be all ranks'
         window = step.window if alone else WindowDrafts()
         tree = self.propose(text, int(step.rooms.sum()), window, step.price if alone else None)
         return cut_tree(tree, step.budget, np.asarray(step.base_tokens).tolist(), step.rank)
 
     def begin(self, prompt: Sequence[int], top_logits: TopLogits) -> None:  # noqa: B027
-        """Learn from the logits of the prompt's tokens but the last, (L - 1, K). Called where they are computed.
+        """Learn from the prompt's logits, once after prefill; not called if `num_logits` is 0 or none were computed.
 
         Args:
-            prompt: the prompt's last L tokens; those before them were cached by an earlier text, and have no logits.
-            top_logits: top-k logits of these tokens but the last, (L - 1, K).
+            prompt: the prompt's last L tokens; the tokens before them were cached by an earlier text, without logits.
+            top_logits: top-k logits at each of these tokens but the last, (L - 1, K).
         """
 
     def observe(self, text: Sequence[int], num_new: int, samples: StepSamples) -> None:  # noqa: B027
-        """Learn from a step, whose `num_new` tokens end the text."""
+        """Learn from a step.
+
+        Args:
+            text: prompt and generated tokens, those of the step included.
+            num_new: how many tokens at its end the step generated.
+            samples: tokens and logits of all nodes of the step.
+        """
 
     def observe_part(self, text: Sequence[int], num_new: int, samples: StepSamples) -> Callable[[], None] | None:
-        """Learn what the next proposal needs, where a device computes beside the host.
+        """Learn from a step in two parts: only what the next proposal needs, and the rest while a GPU computes.
+
+        Called in place of `observe` where the host is idle during the forward pass; its arguments are the same.
 
         Returns:
-            What learns the rest, called once, while the next step is computed; None: nothing is left.
+            A function that learns the rest, called once, during the next forward pass; None if nothing is left.
         """
         self.observe(text, num_new, samples)
         return None
 
     def ended(self, text: Sequence[int], prompt_tokens: int) -> None:  # noqa: B027
-        """The text has ended, after all that it learned from. Not called where it failed.
+        """Called once when the text is finished, to keep something of it for later texts; not if the call failed.
 
         Args:
             text: prompt and generated tokens.
-            prompt_tokens: how many of them are the prompt.
+            prompt_tokens: how many tokens at its beginning are the prompt.
         """
 
 

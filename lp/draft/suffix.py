@@ -18,14 +18,16 @@ from lp.removed_keys import RefusesRemoved
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SuffixConfig(RefusesRemoved):
-    """Suffix decoding as arctic-inference has it: continue as the text did behind its last tokens, by frequency.
+    """Settings of suffix decoding (`decoder=suffix`), named as in arctic-inference.
+
+    Drafts continue the text as it continued most often behind earlier occurrences of its last tokens.
 
     Args:
-        max_tree_depth: tokens of the longest path in the suffix tree: a match and what follows it.
+        max_tree_depth: most tokens of a path in the suffix tree: the matched tokens and what follows them.
         max_tokens: most draft tokens of a step.
         max_spec_factor, max_spec_offset: a match of m tokens may propose max_spec_factor x m + max_spec_offset.
-        min_token_prob: a token rarer than this behind the match, by its path's frequency, is not proposed.
-        tree: propose a tree, best first; False proposes the likeliest path.
+        min_token_prob: least probability of a draft token, 0 to 1, estimated by how often its path followed the match.
+        tree: whether to draft a tree, the likeliest tokens first; False drafts only the likeliest path.
 
     Raises:
         ValueError: a value out of range, with the limit and the remedy.
@@ -48,15 +50,15 @@ class SuffixConfig(RefusesRemoved):
             raise UserError(f"tree is {self.tree!r}; it must be true or false; false proposes a path")
 
     def shape(self) -> LookaheadConfig:
-        """The W, N, G whose step the method takes."""
+        """Lookahead settings with the same step sizes: no window, `max_tokens` draft tokens."""
         return windowless(self.max_tokens)
 
 
 def native_tree() -> Any:
-    """arctic-inference's `SuffixTree`.
+    """Import the class `SuffixTree` of arctic-inference, an optional package.
 
     Raises:
-        ValueError: it is not installed.
+        ValueError: the package is not installed; the message says how to install it.
     """
     try:
         from arctic_inference.suffix_decoding._C import SuffixTree as native
@@ -70,13 +72,14 @@ def native_tree() -> Any:
 
 @register_source("suffix", SuffixConfig, requires=native_tree)
 class SuffixTree(DraftSource):
-    """What followed the longest matches of the last tokens, by frequency.
+    """Draft source that continues the longest matches of the last tokens by the most frequent continuation.
 
-    The tree is that of one text: what SuffixDecodingCache has of a request, without its tree of past responses.
+    It indexes one text, like the local tree of arctic-inference's SuffixDecodingCache, without its tree of past
+    responses.
 
     Args:
-        config: how far to match and to propose.
-        prompt: the text to index at first.
+        config: how many tokens to match and to draft.
+        prompt: token ids to index from the start.
 
     Raises:
         ValueError: arctic-inference is not installed.
@@ -88,7 +91,7 @@ class SuffixTree(DraftSource):
         self._native.extend(0, list(prompt))
 
     def propose(self, text: Sequence[int], budget: int, *_: object) -> DraftTree:
-        """The continuation whose estimated probabilities add up to most, over all lengths of the match."""
+        """Draft the continuation with the largest sum of estimated token probabilities; shorter matches compete too."""
         config = self.config
         draft = self._native.speculate(
             list(text[-config.max_tree_depth :]),
@@ -101,5 +104,5 @@ class SuffixTree(DraftSource):
         return DraftTree(draft.token_ids, draft.parents)  # parents come first, and no token twice behind one
 
     def observe(self, text: Sequence[int], num_new: int, samples: StepSamples) -> None:
-        """Index the new tokens."""
+        """Index the text's `num_new` newest tokens."""
         self._native.extend(0, list(text[len(text) - num_new :]))

@@ -1,4 +1,4 @@
-"""Token recycling (arXiv 2408.08696): drafts from the logits last seen behind every token."""
+"""Token recycling (arXiv 2408.08696), a baseline: drafts from the top-k logits last computed at every token."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ from lp.sampling.top_logits import TopLogits
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecyclingConfig(RefusesRemoved):
-    """Token recycling (arXiv 2408.08696): a static tree over the successors that every token was last seen with.
+    """Settings of token recycling (`decoder=token_recycling`).
+
+    The draft tree always has the same shape; it is filled with the likeliest successors known of each token.
 
     Args:
-        successors: how many successors are stored for every token.
-        nodes: nodes of the tree, which are the draft tokens of a step.
+        successors: how many likeliest successors are stored for each token of the vocabulary.
+        nodes: nodes of the tree: the most draft tokens of a step.
 
     Raises:
         ValueError: a value out of range, with the limit and the remedy.
@@ -36,13 +38,13 @@ class RecyclingConfig(RefusesRemoved):
         check_count(self, "nodes", 1, 1024, "try 80")
 
     def shape(self) -> LookaheadConfig:
-        """The W, N, G whose step the method takes."""
+        """Lookahead settings with the same step sizes: no window, `nodes` draft tokens."""
         return windowless(self.nodes)
 
 
 @lru_cache(maxsize=16)
 def _static_tree(nodes: int, successors: int) -> list[tuple[int, int]]:
-    """(parent, rank) of every node: likeliest first if a successor of rank r is right once in 2^(r+1) times."""
+    """(parent, rank) of every node, likeliest first if the successor of rank r is right with probability 2^-(r+1)."""
     tree: list[tuple[int, int]] = []
     heap = [(rank + 1, 0, -1, rank) for rank in range(successors)]  # halvings, tie-break, parent, rank
     while heap and len(tree) < nodes:
@@ -55,11 +57,11 @@ def _static_tree(nodes: int, successors: int) -> list[tuple[int, int]]:
 
 @register_source("token_recycling", RecyclingConfig)
 class TokenRecycling(DraftSource):
-    """Token recycling: the likeliest successors that the logits of any node last showed behind a token.
+    """Draft source of token recycling: drafts the successors that were likeliest when a token was last computed.
 
     Args:
-        config: successors of a token, nodes of the static tree.
-        prompt: unused; its logits come by `begin`.
+        config: number of successors of a token, and of nodes of the static tree.
+        prompt: not used: its tokens' successors come with their logits, by `begin`.
     """
 
     def __init__(self, config: RecyclingConfig, prompt: Sequence[int] = ()) -> None:
@@ -68,7 +70,7 @@ class TokenRecycling(DraftSource):
         self._successors: dict[int, list[int]] = {}  # likeliest first
 
     def propose(self, text: Sequence[int], budget: int, *_: object) -> DraftTree:
-        """The static tree, filled as far as successors are known."""
+        """Draft the static tree; nodes whose token is not known are left out, with all below them."""
         tokens: list[int] = []
         parents: list[int] = []
         nodes: list[int | None] = []  # of every static node, its node here
@@ -85,11 +87,11 @@ class TokenRecycling(DraftSource):
         return DraftTree(tokens, parents)
 
     def begin(self, prompt: Sequence[int], top_logits: TopLogits) -> None:
-        """Store the successors of the prompt's tokens."""
+        """Store the likeliest successors of the prompt's tokens, by their logits."""
         self._store(prompt[:-1], top_logits)
 
     def observe(self, text: Sequence[int], num_new: int, samples: StepSamples) -> None:
-        """Every sampled node replaces its token's successors."""
+        """Replace the stored successors of the token of every sampled node by those of its new logits."""
         self._store([int(samples.tokens[node]) for node in samples.nodes], samples.top_logits)
 
     def _store(self, tokens: Sequence[int], top_logits: TopLogits) -> None:

@@ -12,16 +12,16 @@ from lp.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class DraftTree:
-    """Draft tokens behind the newest token of the text, the root, which is not one of them; never changed once made.
+    """The draft tokens of one step, as a tree whose root is the newest token of the text; immutable.
 
-    Nodes are in topological order: a parent comes before its children.
+    The root itself is not listed. Parents come before their children.
 
     Attributes:
-        tokens: token of every node.
+        tokens: token id of every node.
         parents: index of every node's parent; -1 is the root.
-        accept_probs: probability that each node is accepted with all its ancestors; empty where the source states none.
-        merge: a node that repeats a sibling or a draft of the window shares its node in the step. False is the paper's
-            layout: paths lie side by side, and no two nodes are shared.
+        accept_probs: probability that each node is accepted with all its ancestors; empty if the source states none.
+        merge: whether a node that repeats a sibling, or a draft of the window, is computed only once. False: paths lie
+            side by side without shared nodes, as in the paper.
     """
 
     tokens: Sequence[int] | np.ndarray = ()
@@ -33,7 +33,7 @@ class DraftTree:
         return len(self.tokens)
 
     def check(self) -> None:
-        """Refuse what is no tree.
+        """Raise an error if the arrays do not describe a tree.
 
         Raises:
             ValueError: the lists differ in length, or a node comes before its parent.
@@ -50,11 +50,11 @@ class DraftTree:
 
 @dataclass(slots=True)
 class DraftTreeBuilder:
-    """Makes a draft tree of paths, within a budget of nodes.
+    """Builds a draft tree from paths, up to a number of nodes.
 
     Args:
-        budget: most nodes the tree may have.
-        merge: see `DraftTree`.
+        budget: most nodes of the tree.
+        merge: whether paths share the nodes of a common prefix.
     """
 
     budget: int
@@ -64,7 +64,7 @@ class DraftTreeBuilder:
     _children: dict[tuple[int, int], int] = field(default_factory=dict, init=False)  # (parent, token) -> node
 
     def add_path(self, path: Iterable[int]) -> None:
-        """Insert a path from the root: the prefix that the tree has is shared, what exceeds the budget is left out."""
+        """Add a path of token ids behind the root; tokens beyond the budget are left out."""
         node = -1
         for token in path:
             child = self.add_child(node, token)
@@ -73,7 +73,15 @@ class DraftTreeBuilder:
             node = child
 
     def add_child(self, node: int, token: int) -> int | None:
-        """The child of a node (-1 is the root) with this token, added if there is none; None beyond the budget."""
+        """Find or add a child.
+
+        Args:
+            node: index of the parent; -1 is the root.
+            token: token id of the child.
+
+        Returns:
+            Index of the child; None if it would exceed the budget.
+        """
         child = self._children.get((node, token)) if self.merge else None
         if child is not None:
             return child
@@ -86,5 +94,5 @@ class DraftTreeBuilder:
         return child
 
     def build(self) -> DraftTree:
-        """The draft tree of the paths that were added."""
+        """Make the draft tree of all paths added so far."""
         return DraftTree(self.tokens, self.parents, merge=self.merge)

@@ -1,10 +1,12 @@
-"""The union of all ranks' trees, and the walk that decides which draft tokens the model itself sampled (Algorithm 3).
+"""Verification: merge all ranks' trees into their union, and walk to find the accepted tokens (Algorithm 3).
+
+A draft token is accepted where the model itself sampled that very token behind an accepted one.
 
 Several ranks may have computed the same node, a path of tokens behind `c`. Of these the lowest rank speaks: its sample
 counts. Who speaks depends on the trees alone, never on what was sampled, so every walked token has the distribution
 that the model gives it, however its sampler draws: the longest of the ranks' own walks would not have it.
 
-R: ranks; B: nodes of a rank, at most; P: nodes of the accepted path, `c` included.
+R: ranks; B: nodes of a rank, at most; P: nodes of the accepted path, `c` (the newest token of the text) included.
 """
 
 from __future__ import annotations
@@ -21,15 +23,19 @@ from lp.sampling.top_logits import INVALID_TOKEN
 
 
 class RankTrees(NamedTuple):
-    """The trees of all ranks, node by node in each rank's own order, as the messages have them.
+    """The trees that all ranks computed in a step, as read from their messages: the input of `UnionTree.merge`.
+
+    All attributes are arrays as compiled functions take them. Each rank numbers its nodes itself, `c` first.
 
     Attributes:
-        parents, tokens, sampled: int64 (R, B), as compiled functions take them, like the next two; a rank's own node
-            numbers; INVALID_TOKEN where nothing was sampled.
-        probs: float64 (R, B): of a draft token and all before it to be accepted; 0 where none is stated.
-        counts: (R,), nodes of every rank.
-        logits_at: (3,), where in the messages of all ranks the packed logits of a node begin: at the sum of these
-            times 1, its rank, and its number there.
+        parents: int64 (R, B), the parent of every node by that rank's numbers.
+        tokens: int64 (R, B), the token of every node.
+        sampled: int64 (R, B), the token sampled at every node; INVALID_TOKEN if none was.
+        probs: float64 (R, B), the probability that a draft token and all its ancestors are accepted; 0 if none is
+            stated.
+        counts: int64 (R,), number of nodes of each rank; entries of the other arrays beyond it mean nothing.
+        logits_at: int64 (3,), (a, b, c): in the messages, the packed top-k logits of node i of rank r begin at index
+            a + b * r + c * i.
     """
 
     parents: Any
@@ -41,7 +47,7 @@ class RankTrees(NamedTuple):
 
     @classmethod
     def room(cls, ranks: int, budget: int, logits_at: Sequence[int] = (0, 0, 0)) -> RankTrees:
-        """Room for the trees of R ranks, of B nodes each."""
+        """Allocate arrays for the trees of `ranks` ranks with at most `budget` nodes each."""
         ints = np.zeros((3, ranks, budget), np.int64)
         counts = np.zeros(ranks, np.int64)
         arrays = (*ints, np.zeros((ranks, budget)), counts, np.array(logits_at, np.int64))
@@ -49,16 +55,17 @@ class RankTrees(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a step decided, alike on every rank but for `own_path`.
+    """The result of verification: the tokens that a step generated; equal on every rank but for `own_path`.
 
     Attributes:
-        path: nodes of the union from `c` to the last accepted one, (P,).
-        tokens: the accepted tokens and the bonus token, (P,).
-        accepted: how many were accepted: all but the bonus token.
-        held: by rank, how many nodes of the path it computed; they are the first ones.
-        own_path: the nodes of the path that one rank computed, as that rank numbers them.
-        expected: draft tokens that the stated probabilities expected along the path, each given the one before it.
-        accepted_drafts: accepted tokens that had a stated probability.
+        path: (P,), nodes of the union from `c` to the last accepted one.
+        tokens: (P,), the generated tokens: the accepted draft tokens, then the bonus token.
+        accepted: number of accepted draft tokens, P - 1.
+        held: (R,), how many nodes of the path each rank computed, and has the KV of; these are the first of the path.
+        own_path: the nodes of the path that this rank computed, by its own numbers.
+        expected: how many draft tokens should have been accepted along the path by their stated probabilities, each
+            given that the one before it was.
+        accepted_drafts: how many of the accepted tokens had a stated probability.
     """
 
     path: list[int]
@@ -71,20 +78,23 @@ class Outcome(NamedTuple):
 
 
 class UnionTree:
-    """The union of one step; its arrays are used again in the next.
+    """The union of all ranks' trees of a step: `merge` makes it, `walk` finds the accepted tokens in it.
+
+    A node that several ranks computed is one node here, and has the sample of the lowest of these ranks. The arrays
+    are overwritten in the next step.
 
     Args:
-        ranks: R.
-        budget: B.
+        ranks: R, number of ranks.
+        budget: B, most nodes of a rank.
 
     Attributes:
-        num_nodes: how many nodes the union has.
-        num_draft: how many of these are no rank's window.
-        tokens, parents, depths: int64 (num_nodes,), like the next three; the parent of `c`, the first node, is -1, and
-            the depth is the distance from it.
-        sampled: what the rank that speaks sampled; INVALID_TOKEN where it sampled nothing.
-        sources: rank * B + node of the rank that speaks.
-        starts: where in the messages its packed logits begin.
+        num_nodes: number of nodes of the union.
+        num_draft: how many of these are draft tokens and not part of a rank's window.
+        tokens, parents, depths: int64 (num_nodes,), every node's token, parent, and distance from `c`, which is node 0
+            and has parent -1.
+        sampled: int64 (num_nodes,), the token sampled at each node; INVALID_TOKEN if none was.
+        sources: int64 (num_nodes,), rank * B + node: the rank whose sample counts, and its own number of the node.
+        starts: int64 (num_nodes,), index in the messages at which this node's packed top-k logits begin.
     """
 
     def __init__(self, ranks: int, budget: int) -> None:
@@ -96,12 +106,12 @@ class UnionTree:
         self._found = _Found(path, tokens, own, compiled_zeros(ranks, "i8"))
 
     def merge(self, trees: RankTrees, slices: WindowSlices, window_drafts: bool) -> None:
-        """Take in the trees of all ranks.
+        """Replace the union by that of a new step.
 
         Args:
-            trees: the step's trees, one a rank.
-            slices: by rank, its columns of the window.
-            window_drafts: level 0 and column 0 are drafts.
+            trees: the trees that the ranks computed.
+            slices: the window columns of each rank.
+            window_drafts: whether the window's level 0 and column 0 count as draft tokens, which may be accepted.
         """
         self._counts = trees.counts
         self.num_nodes, self.num_draft = _merge(
@@ -111,14 +121,14 @@ class UnionTree:
         self.tokens, self.parents, self.depths, self.sampled, self.sources, self.starts = arrays
 
     def walk(self, rank: int, most: int) -> Outcome:
-        """Walk from `c`: follow the child with the token that a node sampled, while there is one.
+        """Find the accepted tokens: from `c`, go on to the child that has the sampled token, until there is none.
 
         Greedy, coupled and rejection sampling differ only in how a node samples its token (`lp.sampling.sampler`): each
         sample has the model's own distribution given the node's path, so the walked tokens have it too.
 
         Args:
-            rank: the rank whose own nodes are wanted.
-            most: accept at most so many tokens.
+            rank: this rank, for `Outcome.own_path`.
+            most: most draft tokens to accept.
         """
         found = self._found
         length, expected, accepted_drafts = _walk(self._nodes, self._counts, self.budget, rank, most, found)
@@ -134,11 +144,11 @@ class UnionTree:
         )
 
     def speaker(self, node: int) -> int:
-        """The rank that speaks for a node."""
+        """The rank whose sample counts at a node of the union: the lowest that computed it."""
         return int(self.sources[node]) // self.budget
 
     def stated_probs(self) -> np.ndarray:
-        """The probabilities of the draft tokens that have one, the most likely first."""
+        """All stated accept probabilities of the step's draft tokens, the largest first: float64, one-dimensional."""
         probs = np.asarray(self._nodes.probs)[: self.num_nodes]
         return np.sort(probs[probs > 0])[::-1]
 
@@ -154,7 +164,7 @@ class _Nodes(NamedTuple):
     starts: Any
     first_child: Any  # -1 for none; children that a walk may take
     next_sibling: Any
-    node_of: Any  # by rank * B + node: its node here
+    node_of: Any  # by rank * B + the rank's own node number: the node of the union
     probs: Any  # float64 (R * B,)
 
 
@@ -169,7 +179,7 @@ class _Found(NamedTuple):
 
 @jit
 def _merge(nodes, trees, slices, levels, budget, window_drafts):  # type: ignore[no-untyped-def]
-    """Returns the number of nodes, and of those among them that are no rank's window."""
+    """Merge the trees into `nodes`; returns the number of nodes, and how many of them are in no rank's window."""
     num_nodes = num_draft = 0
     for rank in range(len(trees.counts)):
         first, columns, level_0 = slices[rank, 0], slices[rank, 1], slices[rank, 2]
@@ -236,7 +246,7 @@ def _walk(nodes, counts, budget, own_rank, most, found):  # type: ignore[no-unty
 
 @jit
 def _find_held(nodes, counts, budget, path, length, own_rank, held, local):  # type: ignore[no-untyped-def]
-    """Find how many nodes of the path each rank has, and for one rank which of its nodes these are."""
+    """Count the nodes of the path that each rank computed (`held`), and list those of `own_rank` (`local`)."""
     for rank in range(len(counts)):
         held[rank] = 0
         for index in range(counts[rank]):

@@ -1,4 +1,4 @@
-"""The 2-D lookahead window (paper section 3.1).
+"""The 2-D lookahead window (paper section 3.1): guesses of coming tokens, from which n-grams for the pool are made.
 
 W: columns; N: n-gram size, so N - 1 levels; p: position of `c`, the newest token of the text.
 Entry [k][j] (level k, column j) is a guess for position p + j + k; entry [0][0] is `c` itself.
@@ -19,19 +19,23 @@ _STRIDE = 2654435761  # Knuth's multiplicative hash: spreads neighbouring positi
 
 
 class WindowDrafts(NamedTuple):
-    """Two paths of the window that are drafts at no cost, `c` first: their nodes are in the step anyway."""
+    """Two paths of the window that serve as draft tokens at no cost, since a step computes their nodes anyway.
 
-    level_0: Any = ()  # tokens, as a list or as compiled functions take it
-    column_0: Any = ()
+    Both begin with `c`, the newest token of the text; they are empty on a rank that does not compute them.
+    """
+
+    level_0: Any = ()  # token ids, as a list or as compiled functions take it
+    column_0: Any = ()  # likewise
 
 
 class WindowNodes(NamedTuple):
-    """The nodes of `c` and of a slice of the window, as compiled functions take them.
+    """The shape of a rank's part of the window, `c` included, as arrays that compiled functions take.
 
     Attributes:
-        parents, distances: int64 (nodes,); distance from p.
-        on_walk: bool (nodes,), those that a walk may reach: `c`, level 0 and column 0.
-        sampled: bool (nodes,), those whose token is sampled: those on a walk, and the last level.
+        parents: int64 (nodes,), index of every node's parent; -1 for `c`, which is node 0.
+        distances: int64 (nodes,), every node's position less p, the position of `c`.
+        on_walk: bool (nodes,), whether the node's token may be accepted: `c`, level 0 and column 0.
+        sampled: bool (nodes,), whether a token is sampled at the node: those on a walk, and the last level.
     """
 
     parents: Any
@@ -42,11 +46,11 @@ class WindowNodes(NamedTuple):
 
 @dataclass(frozen=True)
 class WindowSlice:
-    """The window columns first..end-1, which one rank computes, with level 0 up to the last of them.
+    """The window columns first..end-1, which one rank computes in a step, with level 0 from `c` up to the last of them.
 
     Attributes:
-        first, end: no columns where they are equal.
-        levels: N - 1.
+        first, end: the first column, and the one behind the last; equal if the rank has no columns.
+        levels: N - 1, number of levels of the window.
     """
 
     first: int
@@ -55,27 +59,27 @@ class WindowSlice:
 
     @cached_property
     def num_columns(self) -> int:
-        """Number of columns that the rank has."""
+        """Number of window columns that the rank computes."""
         return self.end - self.first
 
     @cached_property
     def level_0_nodes(self) -> int:
-        """Number of nodes that the rank has of level 0, `c` included."""
+        """Number of level-0 nodes that the rank computes, `c` included."""
         return max(self.end, 1) if self.num_columns else 1
 
     @cached_property
     def num_nodes(self) -> int:
-        """Number of nodes that the rank has of the window, `c` included."""
+        """Number of window nodes that the rank computes, `c` included."""
         return self.level_0_nodes + self.num_columns * (self.levels - 1)
 
     @cached_property
     def first_of_last_level(self) -> int:
-        """The node of the first column that samples its column's next token; the others follow it."""
+        """Index of the rank's first node on the window's last level; the other nodes of that level follow it."""
         return self.first if self.levels == 1 else self.num_nodes - self.num_columns
 
     @cached_property
     def nodes(self) -> WindowNodes:
-        """How these nodes lie behind each other: `c` and level 0, then the other levels."""
+        """Parents and positions of the rank's window nodes, in their order: `c` and level 0, then the other levels."""
         entries = [(0, j) for j in range(self.level_0_nodes)]
         entries += [(k, j) for k in range(1, self.levels) for j in range(self.first, self.end)]
         index = {entry: node for node, entry in enumerate(entries)}
@@ -92,16 +96,16 @@ class WindowSlice:
 
 
 class WindowSlices(tuple[WindowSlice, ...]):
-    """Every rank's slice of the window, and what a step needs to know of all of them."""
+    """The slices of the window that all ranks compute, by rank."""
 
     @cached_property
     def num_nodes(self) -> np.ndarray:
-        """How many nodes of `c` and the window each rank has: int64 (R,)."""
+        """Number of window nodes of each rank, `c` included: int64 (R,)."""
         return np.array([own.num_nodes for own in self], np.int64)
 
     @cached_property
     def num_columns(self) -> int:
-        """Number of columns that all ranks have together."""
+        """Number of window columns that all ranks compute together."""
         return sum(own.num_columns for own in self)
 
     @cached_property
@@ -111,24 +115,24 @@ class WindowSlices(tuple[WindowSlice, ...]):
 
     @cached_property
     def holders(self) -> list[int]:
-        """The ranks that have columns, by their first one."""
+        """The ranks that have columns, ordered by their first column."""
         return sorted((rank for rank, own in enumerate(self) if own.num_columns), key=lambda rank: self[rank].first)
 
 
 @lru_cache(maxsize=1024)
 def slice_window(columns: int, ngram_size: int, rooms: tuple[int, ...]) -> WindowSlices:
-    """Share the window's columns among ranks, as many on each as fit, from the last column and the last rank.
+    """Divide the window's columns among ranks: the last rank gets as many of the last columns as fit, and so on.
 
-    A column needs all of level 0 before it, so columns on few ranks repeat the fewest nodes. With N = 2 level 0 is all
-    there is: it lies on one rank, which has the most room.
+    A rank that computes a column must also compute level 0 up to it, so columns on few ranks repeat the fewest nodes.
+    With N = 2 the window is level 0 alone: the rank with the most room gets all of it.
 
     Args:
-        columns: W; fewer where ranks have no room for all.
+        columns: W, number of columns; the slices have fewer together if the ranks have no room for all.
         ngram_size: N.
-        rooms: by rank, tokens for `c` and the window.
+        rooms: (R,), tokens that each rank may spend on `c` and the window.
 
     Returns:
-        By rank, its slice.
+        The slice of each rank; slices may be empty.
     """
     levels = ngram_size - 1
     ranks = len(rooms)
@@ -149,16 +153,18 @@ def slice_window(columns: int, ngram_size: int, rooms: tuple[int, ...]) -> Windo
 
 
 class LookaheadWindow:
-    """W columns of N - 1 guesses, advanced by one level each step; `window_size` may change between steps.
+    """The lookahead window of one text: W columns of N - 1 guessed tokens; each step appends a level and drops one.
+
+    `window_size` may be changed between steps.
 
     Args:
-        window_size: W >= 0.
-        ngram_size: N >= 2.
-        text: the prompt, not empty; every column starts as N - 1 consecutive tokens of it, so the first step
-            already has a whole window.
+        window_size: W, at least 0.
+        ngram_size: N, at least 2.
+        text: token ids of the prompt, not empty; every column starts as N - 1 consecutive tokens of it, so that the
+            first step has a whole window.
 
     Attributes:
-        levels: N - 1 lists of W tokens.
+        levels: N - 1 lists of W token ids.
     """
 
     def __init__(self, window_size: int, ngram_size: int, text: Sequence[int]) -> None:
@@ -170,23 +176,30 @@ class LookaheadWindow:
             self.levels[0][0] = text[-1]
 
     def ngrams(self, sampled: Sequence[int]) -> list[tuple[int, ...]]:
-        """The n-gram of every column whose last level sampled a token: (columns, N)."""
+        """Make n-grams for the pool: each column's N - 1 guesses and the token sampled at its last level.
+
+        Args:
+            sampled: tokens sampled at the last level, by column; there may be fewer than W.
+        """
         return [(*(level[j] for level in self.levels), token) for j, token in enumerate(sampled)]
 
     def drafts(self, columns: WindowSlice) -> WindowDrafts:
-        """Level 0 and column 0, as far as a rank with these columns has them."""
+        """The tokens of level 0 and column 0 that a rank with these columns computes, to be used as draft tokens."""
         if not columns.num_columns:
             return WindowDrafts()
         column_0 = [level[0] for level in self.levels] if columns.first == 0 else []
         return WindowDrafts(self.levels[0][: columns.end], column_0)
 
     def advance(self, text: Sequence[int], num_new: int, sampled: Sequence[int]) -> None:
-        """Drop level 0, append the sampled tokens, move left so that entries keep their positions, refill on the right.
+        """Go on to the next step: drop level 0, append the sampled tokens as last level, and move along with the text.
+
+        Columns move left by the number of generated tokens, so that each guess keeps its position in the text; new
+        columns fill up the right.
 
         Args:
-            text: prompt and everything generated, the step's tokens included.
-            num_new: tokens the step generated, >= 1.
-            sampled: tokens of the last level by column, at most W (fewer near the context's end).
+            text: prompt and generated tokens, those of the step included.
+            num_new: how many tokens the step generated, at least 1.
+            sampled: tokens sampled at the last level, by column; fewer than W near the context's end.
         """
         last = [*sampled, *self.levels[-1][len(sampled) :]]
         levels = [level[num_new - 1 :][: self.window_size] for level in (*self.levels[1:], last)]

@@ -1,9 +1,11 @@
-"""What ranks compare between steps: one all-gather of fixed size a call, tagged with the call's name.
+"""Agreement between ranks outside of decode steps: they compare digests, settings or outcomes by an all-gather.
+
+Each call sends one message of fixed size, int64, tagged with the call's name:
 
     [TAG, name, words, padding]
 
-Ranks that are in different calls still meet in one collective of one size, and each learns what the others are doing.
-R: ranks.
+So ranks that are in different calls by mistake still meet in one collective of one size: each sees what the others are
+doing, and raises an error that says so. R: ranks.
 """
 
 from __future__ import annotations
@@ -18,18 +20,18 @@ from lp.errors import CallsDiffer, UserError
 from lp.parallel.lost_ranks import differing
 from lp.parallel.rank_group import RankGroup
 
-TAG = -0x6C702D63616C6C  # no digest, with which the messages of steps begin, is negative
-NAME = 7  # int64s of the name
+TAG = -0x6C702D63616C6C  # negative: messages of decode steps begin with a digest, which never is
+NAME = 7  # int64s of the call's name
 HEAD = 1 + NAME
 SIZE = 64  # int64s of a message
 
 
 class Outcome(NamedTuple):
-    """How a rank's part in common work has ended.
+    """How one rank's part in work that ranks do together has ended.
 
     Attributes:
-        collectives: how many it has started.
-        cause: what it failed with; empty: it did not fail.
+        collectives: number of collectives that the rank has started.
+        cause: message of the error with which it failed; empty if it did not.
     """
 
     collectives: int = 0
@@ -37,19 +39,21 @@ class Outcome(NamedTuple):
 
 
 def exchange(ranks: RankGroup, call: str, words: Sequence[int] = (), patient: bool = False) -> torch.Tensor:
-    """Every rank's words, by one all-gather.
+    """Gather some numbers of every rank; all ranks of the group call it together.
 
     Args:
-        ranks: who compares.
-        call: what this rank is doing, as in "making a LookaheadDecoder"; of its UTF-8, 56 bytes are compared.
-        words: int64s, at most SIZE - HEAD.
-        patient: wait for rank 0 however long it takes.
+        ranks: the ranks that take part.
+        call: what this rank is doing, as in "making a LookaheadDecoder", to detect ranks in another call; the first 56
+            bytes of its UTF-8 are compared.
+        words: this rank's int64 numbers, as many on every rank, at most SIZE - HEAD.
+        patient: wait for the other ranks without a limit, as for what a person types at rank 0.
 
     Returns:
-        (R, len(words)) int64, on the host.
+        Every rank's numbers, by rank: int64 (R, len(words)), on the host.
 
     Raises:
-        CallsDiffer: another rank is in another call; names both.
+        CallsDiffer: another rank is in another call; the message names what each is doing.
+        RankLost: a rank does not answer.
     """
     if ranks.size == 1:
         return torch.tensor([list(words)], dtype=torch.int64)
@@ -69,14 +73,17 @@ def exchange(ranks: RankGroup, call: str, words: Sequence[int] = (), patient: bo
 
 
 def outcomes(ranks: RankGroup, call: str, mine: Outcome) -> list[Outcome]:
-    """How every rank's part has ended, by the group on the host, whatever the devices are at.
+    """Gather how common work has ended on every rank, by messages between hosts: GPUs may still be blocked.
 
     Args:
-        ranks, call: see `exchange`; all ranks are in this call.
-        mine: how this rank's part has ended; a cause that is too long is cut off.
+        ranks, call: see `exchange`.
+        mine: how this rank's part has ended; a long cause is cut off.
+
+    Returns:
+        The outcome of every rank, by rank.
 
     Raises:
-        CallsDiffer, RankLost: as `exchange`.
+        CallsDiffer, RankLost: see `exchange`.
     """
     if ranks.size == 1:
         return [mine]
@@ -92,20 +99,20 @@ def outcomes(ranks: RankGroup, call: str, mine: Outcome) -> list[Outcome]:
 
 
 def _message(call: str, words: Sequence[int]) -> torch.Tensor:
-    """A message of a call, (SIZE,) int64."""
+    """Make the message of a call: int64 (SIZE,)."""
     assert len(words) <= SIZE - HEAD, f"{call} compares {len(words)} int64s; a message has room for {SIZE - HEAD}"
     name = np.frombuffer(call.encode()[: 8 * NAME].ljust(8 * NAME, b"\0"), dtype="<i8").tolist()
     return torch.tensor([TAG, *name, *words] + [0] * (SIZE - HEAD - len(words)))
 
 
 def check_calls(gathered: np.ndarray) -> None:
-    """Compare the calls that ranks are in.
+    """Raise an error if ranks are in different calls, or one is in a decode step, by what they have sent.
 
     Args:
-        gathered: (R, at least 1) what every rank sent: a message of a call, one of a step, or the beginning of either.
+        gathered: int64 (R, at least 1), by rank the beginning of its message: one of this module, or one of a step.
 
     Raises:
-        CallsDiffer: names what every rank is doing.
+        CallsDiffer: the ranks are in different calls; the message names what each is doing.
     """
     names = [_name(message) for message in gathered]
     if len({*names}) > 1:
@@ -119,15 +126,15 @@ def _name(message: np.ndarray) -> str:
 
 
 def check_same(ranks: RankGroup, call: str, items: Mapping[str, int]) -> None:
-    """Compare digests of what all ranks must have alike, and refuse ranks that differ.
+    """Raise an error on every rank if some setting or file that must be equal differs between ranks.
 
     Args:
-        ranks, call: arguments of `exchange`.
-        items: digests by name; every rank that makes this call has the same names.
+        ranks, call: see `exchange`.
+        items: int64 digests of what must be equal, by the name that the error shows; all ranks have the same names.
 
-        Raises:
-            ValueError: names the ranks that differ from rank 0 and the first item that does.
-            CallsDiffer: some rank makes another call.
+    Raises:
+        ValueError: a digest differs; the message names the first such item and the ranks that differ from rank 0.
+        CallsDiffer: another rank is in another call.
     """
     gathered = exchange(ranks, call, list(items.values()))  # (R, items)
     for column, item in enumerate(items):
@@ -139,11 +146,11 @@ def check_same(ranks: RankGroup, call: str, items: Mapping[str, int]) -> None:
 
 
 def shared_seed(ranks: RankGroup, call: str, wanted: bool = True) -> int:
-    """A seed that rank 0 draws from torch's generator for all.
+    """Give all ranks one random seed, which rank 0 draws from torch's generator.
 
     Args:
         ranks, call: see `exchange`.
-        wanted: whether this rank needs one; ranks that need none take part too, and draw none.
+        wanted: whether a seed is needed; without, ranks take part too, but none is drawn, and the result is 0.
     """
     seed = int(torch.randint(2**63 - 1, (1,))) if wanted else 0
     return int(exchange(ranks, call, [seed])[0])

@@ -1,7 +1,8 @@
 """ParallelContext: who this rank is, and which ranks it works with.
 
-One path for 1..N ranks: with one rank every collective is the identity. The ranks of a job form two kinds of groups:
-those that share steps, one of each replica, and those that hold one replica of the model between them.
+One path for 1..N ranks: with one rank every collective is the identity. A replica is a copy of the model, on one rank
+or divided among T ranks by tensor parallelism. The ranks of a job form two kinds of groups: those that hold one replica
+between them ("tp"), and those that share decode steps, one rank of each replica ("lp").
 """
 
 from __future__ import annotations
@@ -35,18 +36,20 @@ WORD = 8  # bytes of a text that one int64 carries
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """One rank among the ranks of a job; by default the only one.
+    """What this process has to know about the ranks of its job: its own number, its device and its groups of ranks.
+
+    Made by `from_env` under torchrun; by default a single rank.
 
     Attributes:
-        rank, world_size, local_rank: what torchrun calls so; the world is the whole job.
-        device: where this rank computes.
+        rank, world_size, local_rank: torchrun's RANK, WORLD_SIZE and LOCAL_RANK.
+        device: device on which this rank computes.
         backend: "nccl", "gloo", or "none" for a single rank.
-        mesh: DeviceMesh with dimensions ("lp", "tp"), None for a single rank.
+        mesh: DeviceMesh with dimensions ("lp", "tp"); None for a single rank.
         ranks: all ranks that make the same calls as this one.
-        steps: the ranks that share steps with this one, one of each replica: all of them where a rank holds a replica.
-        replica: the ranks that hold a replica of the model with this one, for the model's own collectives.
-        replica_ranks: these ranks again, for messages.
-        timeouts: seconds that a collective may wait for other ranks: usually, and within `setting_up`.
+        steps: the ranks that share decode steps with this one, one of each replica.
+        replica: the ranks that hold one replica of the model with this one, for the model's own collectives.
+        replica_ranks: the ranks of `replica`, for messages between hosts.
+        timeouts: seconds that a collective may wait for other ranks: (usually, within `setting_up`).
     """
 
     rank: int = 0
@@ -63,7 +66,7 @@ class ParallelContext:
 
     @classmethod
     def single(cls, device: str | torch.device = "auto") -> ParallelContext:
-        """The context of one process by itself."""
+        """Make the context of a process that decodes by itself, on a device such as "cpu", "cuda:0" or "auto"."""
         return cls(device=local_device(device, 0))
 
     @classmethod
@@ -76,18 +79,21 @@ class ParallelContext:
         tp: int = 1,
         one_shot_sums: bool = False,
     ) -> ParallelContext:
-        """The context torchrun describes in the environment; a single rank where there is none.
+        """Meet the other ranks that torchrun started, and make this one's context; without torchrun a single rank.
 
         Args:
-            backend: "auto" is nccl when every rank has a GPU of its own, else gloo.
-            device: "auto" is this rank's GPU if there is one; "cuda" lets ranks share GPUs, in turn.
-            timeout_s: seconds a collective may wait before it is an error.
-            setup_timeout_s: the same within `setting_up`; at least timeout_s.
-            tp: T, ranks that hold one replica of the model between them: rank = lp index * T + tp index.
-            one_shot_sums: sum small tensors of a replica by torch's symmetric memory, where it gives NCCL's sums.
+            backend: "nccl", "gloo", or "auto": nccl if every rank has a GPU of its own, else gloo.
+            device: "cpu", "cuda", or "auto": cuda if there is a GPU, else cpu. With "cuda", ranks of a node take its
+                GPUs in turn, and share them if there are too few.
+            timeout_s: seconds that a collective may wait for other ranks before it is an error.
+            setup_timeout_s: seconds that it may wait within `setting_up`; raised to `timeout_s` if lower.
+            tp: T, number of ranks that hold one replica of the model between them: rank = lp index * T + tp index.
+            one_shot_sums: sum small tensors within a replica by one kernel over torch's symmetric memory; if its sums
+                are not NCCL's, or it is not available, a warning says so, and NCCL sums them.
 
         Raises:
-            ValueError: an incomplete environment, a backend that is not available, or ranks that T does not divide.
+            ValueError: a variable of torchrun's environment is missing, the backend or device is not available, the
+                other ranks did not come in time, or T does not divide the number of ranks.
         """
         timeout_s, setup_timeout_s = check_timeouts(timeout_s, setup_timeout_s)
         setup_timeout_s = max(timeout_s, setup_timeout_s)
@@ -107,7 +113,7 @@ class ParallelContext:
         return context._with_groups(tp, one_shot_sums)
 
     def _with_groups(self, tp: int, one_shot_sums: bool) -> ParallelContext:
-        """This rank of a job whose processes have met, with its groups: the same call on every rank."""
+        """Make the groups of this rank, after the processes of the job have met; all ranks call it together."""
         replicas = self.world_size // tp
         lp_index, tp_index = divmod(self.rank, tp)
         kind = "cpu" if self.backend == "gloo" else "cuda"
@@ -158,11 +164,11 @@ class ParallelContext:
 
     @property
     def alone(self) -> bool:
-        """Whether no other rank has a part in what this one decodes."""
+        """Whether this rank decodes by itself: it has a whole replica, and shares its steps with no other rank."""
         return self.steps.size == 1 and self.replica.size == 1
 
     def replica_alone(self) -> ParallelContext:
-        """This rank's replica without the others: it decodes texts of its own, and shares steps with nobody."""
+        """The context for this rank's replica to decode texts of its own, sharing no steps with other replicas."""
         ranks = self.replica_ranks
         own_name = (ranks.name_of(ranks.rank),) if ranks.names else ()
         steps = RankGroup(names=own_name, step_sizes=ranks.step_sizes)
@@ -170,17 +176,16 @@ class ParallelContext:
 
     @contextlib.contextmanager
     def setting_up(self, call: str = "setting up") -> Iterator[None]:
-        """Ranks wait for each other longer within it: for what takes minutes on one of them, as compiling or capturing.
+        """A `with` block in which ranks wait longer for each other, since one may compile or capture for minutes.
 
-        All ranks enter it, outside of generations, and leave it together: the first step has its own, shorter time-out.
-        It is not for use within itself.
+        All ranks enter and leave it together, outside of generation. Blocks must not be nested.
 
         Args:
-            call: what it is for, the same on every rank.
+            call: what the block is for, for error messages; the same on every rank.
 
         Raises:
             CallsDiffer: another rank is in another call.
-            RankLost: a rank did not come to its end in `setup_timeout_s`.
+            RankLost: a rank did not reach the end of the block within `setup_timeout_s`.
         """
         groups = self.ranks, self.steps, self.replica_ranks
         usual, longer = self.timeouts
@@ -188,26 +193,29 @@ class ParallelContext:
             group.set_timeout(longer)
         try:
             yield
-            agreement.exchange(self.ranks, call)  # or the first to leave would wait for others with the usual time-out
+            agreement.exchange(self.ranks, call)  # else the first to leave would have the usual time-out again
         finally:
             for group in groups:
                 group.set_timeout(usual)
 
     def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor's values on the host, by one wait for the device, whose collectives other ranks have a part in.
+        """Copy a tensor to the host, and wait for it; an error ends the wait if the device hangs on a lost rank.
 
         Raises:
-            RankLost: the device waits for a rank that is gone.
+            RankLost: the device was not done in time, since it waits for a rank that is gone.
         """
         ranks = self.steps if self.steps.size > 1 else self.replica
         return ranks.on_host(tensor)
 
     def share_text(self, text: str | None, call: str = "sharing a text") -> str | None:
-        """Rank 0's text, or None, on every rank; ranks wait for it as long as a person takes to type.
+        """Send rank 0's text to every rank, and wait for it without a limit, as for what a person types.
 
         Args:
-            text: rank 0's text; the others' is not looked at.
-            call: what it is for, the same on every rank.
+            text: the text on rank 0, or None; on other ranks it is ignored.
+            call: what the text is for, for error messages; the same on every rank.
+
+        Returns:
+            Rank 0's text or None, on every rank.
 
         Raises:
             CallsDiffer: another rank is in another call.
@@ -224,11 +232,14 @@ class ParallelContext:
         return shared.cpu().numpy().tobytes()[:length].decode("utf-8", "surrogatepass")
 
     def share_numbers(self, numbers: Sequence[int] | None, call: str) -> list[int] | None:
-        """Rank 0's numbers, or None, on every rank.
+        """Send rank 0's numbers to every rank.
 
         Args:
-            numbers: rank 0's, int64; the others' are not looked at.
-            call: what they are for, the same on every rank.
+            numbers: int64 numbers on rank 0, or None; on other ranks they are ignored.
+            call: what the numbers are for, for error messages; the same on every rank.
+
+        Returns:
+            Rank 0's numbers or None, on every rank.
 
         Raises:
             CallsDiffer: another rank is in another call.
@@ -241,7 +252,7 @@ class ParallelContext:
         return (self.ranks.broadcast_body(body) if length else body).tolist()
 
     def close(self) -> None:
-        """Leave the process group, if there is one."""
+        """Leave the process groups, if there are any; the context can't be used afterwards."""
         for part in (self.ranks, self.steps, self.replica_ranks, self.replica):
             part.close()
         if self.mesh is not None:
@@ -250,7 +261,10 @@ class ParallelContext:
 
 
 def check_timeouts(timeout_s: float, setup_timeout_s: float = DEFAULT_SETUP_TIMEOUT_S) -> tuple[float, float]:
-    """Seconds that ranks wait for each other, as `ParallelContext.from_env` takes them.
+    """Check the time-outs of `ParallelContext.from_env`, and return them as floats.
+
+    Args:
+        timeout_s, setup_timeout_s: seconds that collectives may wait, usually and while setting up.
 
     Raises:
         ValueError: one of them is not in [1, 86400].
@@ -262,10 +276,14 @@ def check_timeouts(timeout_s: float, setup_timeout_s: float = DEFAULT_SETUP_TIME
 
 
 def check_tp(tp: int, world_size: int) -> None:
-    """Refuse replicas that the ranks cannot be divided into.
+    """Raise an error if the ranks of a job cannot be divided into replicas of `tp` ranks each.
+
+    Args:
+        tp: T, number of ranks of a replica.
+        world_size: number of ranks of the job.
 
     Raises:
-        ValueError: both numbers, and what would do.
+        ValueError: `tp` does not divide `world_size`; the message lists the numbers that do.
     """
     check_int("tp", tp, 1, math.inf, "1 holds the whole model on every rank")
     if world_size % tp:
@@ -277,5 +295,5 @@ def check_tp(tp: int, world_size: int) -> None:
 
 
 def coordinates(rank: int, tp: int) -> str:
-    """What messages call a rank of a job with T ranks a replica."""
+    """The name of a rank in error messages, for a job with `tp` ranks per replica, such as "5 (lp 2, tp 1)"."""
     return f"{rank} (lp {rank // tp}, tp {rank % tp})"

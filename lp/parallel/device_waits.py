@@ -1,4 +1,7 @@
-"""Waits of the host for its GPU, where the GPU may be waiting for a rank that is gone."""
+"""Waiting for the GPU with a time limit, since a collective on it may hang on a rank that is gone.
+
+Also what happens to such a GPU: `DeviceWaits.abandon` aborts its collectives, so that this process can end.
+"""
 
 from __future__ import annotations
 
@@ -17,27 +20,27 @@ import torch
 import torch.distributed as dist
 
 logger = logging.getLogger(__name__)
-ABORT_S = 10.0  # how long NCCL may take to end what it has under way
-EXIT_S = 30  # how long a process that has lost another one may take to end
+ABORT_S = 10.0  # seconds that NCCL may take to abort its collectives
+EXIT_S = 30  # seconds that a process may take to end after it has lost a rank; then the system kills it
 _yield: Callable[[], None] = getattr(os, "sched_yield", partial(time.sleep, 0))  # lets other threads run
 
 
 class DeviceWaits:
-    """The waits of one rank: each ends with the device's work, or after a limit with an error.
+    """Waits of the host for one rank's GPU that end with an error after a time limit, rather than never.
 
-    A collective of NCCL ends when the last rank has come; where a rank has gone it never does, and neither does the
-    graph that replays it, nor what is behind it on the device. Torch watches the collectives that it starts, and ends
-    the process; those that a graph replays nobody watches. So the host asks the device until it is done, which costs a
-    step no more than waiting for it, and looks at the clock meanwhile.
+    A collective of NCCL ends when the last rank has come. If a rank is gone, it never ends, nor does a CUDA graph that
+    replays it, nor what comes behind it on the GPU. Torch watches the collectives that it starts itself, and ends the
+    process; nobody watches those that a graph replays. So the host polls the GPU until it is done, which costs a step
+    no more than a blocking wait, and looks at the clock meanwhile.
 
     Args:
-        timeout_s: the limit.
+        timeout_s: most seconds of a wait.
 
     Attributes:
-        timeout_s: may be changed between waits.
-        groups: process groups of NCCL.
-        graphs: CUDA graphs that may hold such collectives.
-        given_up: a rank was lost: the device may never be done with what waits for it.
+        timeout_s: most seconds of a wait; may be changed between waits.
+        groups: the NCCL process groups of this rank, which `abandon` aborts.
+        graphs: CUDA graphs that may hold collectives of these groups.
+        given_up: whether a wait has failed, or `abandon` was called: the GPU may never be done with its work.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -48,10 +51,10 @@ class DeviceWaits:
         self._abandoned = False
 
     def until(self, event: torch.cuda.Event) -> None:
-        """Wait for the work before an event.
+        """Wait until the GPU has done all work recorded before an event.
 
         Raises:
-            RuntimeError: the device was not done with it in time, now or before.
+            RuntimeError: it was not done after `timeout_s` seconds, or an earlier wait has failed already.
         """
         if self.given_up:
             raise RuntimeError("the GPU still waits for another rank")
@@ -65,10 +68,10 @@ class DeviceWaits:
             _yield()
 
     def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor's values on the host, by one wait.
+        """Copy a tensor to the host, and wait for the copy.
 
         Raises:
-            RuntimeError: as `until`.
+            RuntimeError: the GPU was not done in time, see `until`.
         """
         if not tensor.is_cuda:
             return tensor.cpu()
@@ -78,9 +81,10 @@ class DeviceWaits:
         return values
 
     def abandon(self) -> None:
-        """End the collectives that wait on the device, as far as torch can, and let this process end soon in any case.
+        """After a rank is lost: abort the collectives that hang on the GPU, so that this process can end in good order.
 
-        Nobody may use the groups behind it.
+        If NCCL does not abort them in ABORT_S seconds, the system ends the process after EXIT_S more. The process
+        groups can't be used afterwards.
         """
         if self._abandoned:
             return
@@ -95,13 +99,13 @@ class DeviceWaits:
             _end_within(EXIT_S)
 
     def free_graphs(self) -> None:
-        """Free the graphs, whoever still refers to them."""
+        """Free all CUDA graphs that may hold collectives, even if somebody still refers to them."""
         for graph in self.graphs:
             graph.reset()
 
 
 def _abort(groups: list[dist.ProcessGroup]) -> None:
-    """Abort NCCL's communicators, together: one may wait for the kernel of another."""
+    """Abort NCCL's communicators all at once, since one may wait for the kernel of another."""
     backends: list[Any] = [group._get_backend(torch.device("cuda")) for group in {*groups}]
     able = [backend for backend in backends if hasattr(backend, "abort")]  # not in every version of torch
     together = [backend for backend in able[:1] if hasattr(backend, "_group_start")]
@@ -114,6 +118,6 @@ def _abort(groups: list[dist.ProcessGroup]) -> None:
 
 
 def _end_within(seconds: int) -> None:
-    """Let the system end this process then: what hangs in a library at the end does not run Python any more."""
+    """Have the system kill this process after some seconds: if it hangs in a library at exit, no Python runs then."""
     if hasattr(signal, "alarm"):
         signal.alarm(seconds)

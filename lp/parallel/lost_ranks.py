@@ -1,4 +1,9 @@
-"""Which ranks are lost when a collective fails: a roll call through the store that the ranks met at."""
+"""Finds out which ranks are lost after a collective has failed, by a roll call through the store at which ranks met.
+
+This file only names the culprits. What is done about a lost rank is decided in `lp.parallel.rank_group`
+(`ProcessRankGroup.answered` raises RankLost) and in `lp.parallel.device_waits` (`DeviceWaits.abandon` aborts what hangs
+on the GPU).
+"""
 
 from __future__ import annotations
 
@@ -11,14 +16,17 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-ROLL_CALL_S = 3.0  # a rank whose collective failed waits so long for the others to find out too
+ROLL_CALL_S = 3.0  # seconds that a rank whose collective failed waits for the others to notice and answer
 
 
 def differing(names: Sequence[str]) -> str:
-    """The message of the error where ranks are in different calls.
+    """Word the error about ranks that are in different calls.
+
+    For example "rank 0, 2 is making a LookaheadDecoder, rank 1 is in a step of generate; give every rank the same calls
+    in the same order".
 
     Args:
-        names: what each rank is doing.
+        names: what each rank is doing, by rank.
     """
     ranks = {name: [rank for rank, other in enumerate(names) if other == name] for name in names}
     doing = ", ".join(f"rank {', '.join(map(str, those))} is {name}" for name, those in ranks.items())
@@ -26,14 +34,28 @@ def differing(names: Sequence[str]) -> str:
 
 
 def announce(rank: int, call: str) -> None:
-    """Leave what this rank is doing in the store that the ranks met at, for a roll call."""
+    """Note in the store at which the ranks met what a rank is about to do: a later roll call reports it.
+
+    Args:
+        rank: number of this rank in the whole job.
+        call: what it is doing, as in "making a LookaheadDecoder".
+    """
     _store().set(f"lp/call/{rank}", call)
 
 
 def roll_call(rank: int, world_size: int) -> str:
-    """Who is to blame for a collective that failed: the ranks that do not answer, or the store if it does not.
+    """Find out why a collective failed, as the beginning of an error message, such as "rank 3 does not answer".
 
-    It goes through the store that the ranks met at, and not through their group. Takes about twice ROLL_CALL_S at most.
+    All ranks whose collective failed answer in the store at which they met, not through their process group. It takes
+    about 2 x ROLL_CALL_S seconds at most.
+
+    Args:
+        rank: number of this rank in the whole job.
+        world_size: number of ranks of the job.
+
+    Returns:
+        The ranks that do not answer; or that the store is gone, and who held it; or, if all ranks answer, that one was
+        late, with what each was doing if that differs.
     """
     answers: list[str] = []
 
@@ -52,7 +74,7 @@ def roll_call(rank: int, world_size: int) -> str:
 
 
 def _asked(rank: int, world_size: int) -> str:
-    """The outcome of a roll call.
+    """Answer the roll call, and wait for the other ranks' answers; returns its outcome in words.
 
     Raises:
         RuntimeError: the store is gone.

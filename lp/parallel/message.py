@@ -1,11 +1,13 @@
-"""The message of a step: what a rank sends to the others, an int64 tensor of fixed size, by one all-gather.
+"""The message of a decode step: all that a rank sends to the others, by one all-gather of int64 tensors.
 
     [DIGEST, STOP, LENGTH, COUNT, best logits of `c`, one word a node, padding, top-k logits of every node, padding]
 
-A word has a node's parent, its draft token, the sampled token, and the probability that it is accepted. Nodes are in
-the rank's own order, in which parents come first; `c` is node 0. All but what was sampled is known before the forward
-pass. The size is the same in every step: ranks whose states differ must still meet in one collective to find that out.
-R: ranks; B: nodes of a rank, at most; K: top-k logits of a node; P: int64s of a message.
+The word of a node packs its parent, its draft token, the token sampled at it, and its accept probability. Nodes are in
+the rank's own order, in which parents come first; `c`, the newest token of the text, is node 0. All but what is sampled
+is known before the forward pass. Messages have one size in all steps: ranks whose states differ must still meet in one
+collective to find that out.
+
+R: ranks; B: nodes of a rank, at most; K: top-k logits of a node; P: int64s of a message; n: nodes that sample a token.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ from lp.parallel.agreement import check_calls
 from lp.sampling.top_logits import INVALID_TOKEN, pack_top_logits, unpack_top_logits
 from lp.to_device import to_device
 
-DIGEST, STOP, LENGTH, COUNT, BEST = range(5)  # where the header has them
-NUM_BEST = 4  # logits of `c` that ranks compare
+DIGEST, STOP, LENGTH, COUNT, BEST = range(5)  # indices in the message
+NUM_BEST = 4  # largest logits of `c`, which ranks compare to see whether their models compute the same
 HEADER = BEST + NUM_BEST  # int64s of the header
 # Bits of a word, from the lowest: probability, sampled token, draft token, parent; the sign bit is not used.
 PROB_BITS = 8
@@ -48,12 +50,15 @@ TOKEN_MASK = (1 << TOKEN_BITS) - 1
 
 
 class Stop(IntFlag):
-    """Why a rank wants all to stop; the step whose message carries a flag adds no tokens."""
+    """The reasons to end generation, as flags of a message: if any rank sets one, all ranks stop.
+
+    The step whose message has a flag generates no tokens.
+    """
 
     NONE = 0
     INTERRUPTED = 1  # Ctrl-C or SIGTERM
     FAILED = 2  # something raised on that rank alone: a callback, a criterion, a processor, the model
-    EOS = 4  # this and the next ones: found by rank 0, with the LENGTH of the text then
+    EOS = 4  # this and the next four: found by rank 0, which also sends the LENGTH of the text
     MAX_LENGTH = 8
     CRITERIA = 16
     STOP_STRING = 32
@@ -62,12 +67,12 @@ class Stop(IntFlag):
 
 
 class Header(NamedTuple):
-    """The first int64s of a message.
+    """The parts of a message that describe the rank's state; they are known before the forward pass.
 
     Attributes:
-        digest: digest of everything that ranks must have alike.
-        stop: why this rank wants all to stop.
-        length: generated tokens to return then.
+        digest: digest of everything that must be equal on all ranks, see `state_digest`.
+        stop: why this rank wants all ranks to stop; NONE if it does not.
+        length: number of generated tokens to return if they stop.
     """
 
     digest: int
@@ -76,12 +81,13 @@ class Header(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """What a rank's forward pass gave, on its device.
+    """The results of a rank's forward pass and sampler, as tensors on its device.
 
     Attributes:
-        tokens: int64 (n,), of its sampled nodes.
-        top_logits: int64 (n, K), packed.
-        best: int64 (NUM_BEST,), the best logits of `c` before any processor, packed; None where nobody compares them.
+        tokens: int64 (n,), the token sampled at each node that samples one.
+        top_logits: int64 (n, K), the K largest logits of these nodes with their tokens, packed.
+        best: int64 (NUM_BEST,), the largest logits of `c` before any logits processor, packed; None if ranks do not
+            compare them.
     """
 
     tokens: torch.Tensor
@@ -91,11 +97,11 @@ class Sampled(NamedTuple):
 
 @dataclass(frozen=True)
 class MessageShape:
-    """What a message has room for.
+    """The size of messages, the same for all steps and ranks of a generation.
 
     Attributes:
-        nodes: B.
-        num_logits: K.
+        nodes: B, most nodes of a rank.
+        num_logits: K, top-k logits of a node; 0 if none are sent.
     """
 
     nodes: int
@@ -107,15 +113,18 @@ class MessageShape:
         return HEADER + self.nodes * (1 + self.num_logits)
 
     def room(self, ranks: int) -> RankTrees:
-        """Room for what as many ranks have in their messages."""
+        """Allocate the arrays into which `unpack` reads the messages of `ranks` ranks."""
         return RankTrees.room(ranks, self.nodes, [HEADER + self.nodes, self.size, self.num_logits])
 
 
 def check_vocabulary(size: int) -> None:
-    """Refuse tokens that a word has no room for.
+    """Raise an error if the vocabulary is too large for the bits that a message has for a token.
+
+    Args:
+        size: number of tokens of the vocabulary.
 
     Raises:
-        ValueError: the vocabulary's size and the limit.
+        ValueError: the vocabulary has more than INVALID_TOKEN tokens.
     """
     if size > INVALID_TOKEN:
         raise UserError(
@@ -124,11 +133,14 @@ def check_vocabulary(size: int) -> None:
 
 
 def best_logits(logits: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
-    """The best logits of `c`, packed: (NUM_BEST,), or of several texts (Q, NUM_BEST).
+    """The largest logits of `c` with their tokens, packed, by which ranks see whether their models compute the same.
 
     Args:
-        logits: (n, V), before any processor.
-        rows: int64 (Q,), those of each text's `c`; None: there is one text, and its first row is.
+        logits: (n, V), before any logits processor.
+        rows: int64 (Q,), the row of `c` of each of Q texts; None: a single text, whose `c` is row 0.
+
+    Returns:
+        int64 (NUM_BEST,) for a single text, else (Q, NUM_BEST).
     """
     packed = pack_top_logits(logits[:1] if rows is None else logits.index_select(0, rows), NUM_BEST)
     if (found := packed.shape[1]) < NUM_BEST:
@@ -137,7 +149,15 @@ def best_logits(logits: torch.Tensor, rows: torch.Tensor | None = None) -> torch
 
 
 def state_digest(previous: int, *parts: Sequence[int] | np.ndarray) -> int:
-    """A 63-bit digest of the previous one and these lists of ints: for mistakes, not for malice."""
+    """Chain a digest of a rank's state, which ranks compare in each step; it detects mistakes, not attacks.
+
+    Args:
+        previous: digest of the state before.
+        parts: lists of int64 numbers that have come since, such as the new tokens.
+
+    Returns:
+        A number of 63 bits.
+    """
     values = [previous]
     for part in parts:
         values.append(len(part))
@@ -154,7 +174,12 @@ def _digest(values):  # type: ignore[no-untyped-def]
 
 
 def known_part(header: Header, layout: StepLayout, shape: MessageShape) -> np.ndarray:
-    """What of a message is known before the forward pass: its header and words, without what is sampled.
+    """Make the part of a message that is known before the forward pass: the header, and words without sampled tokens.
+
+    Args:
+        header: the rank's state.
+        layout: the rank's nodes.
+        shape: size of the message.
 
     Returns:
         int64 (HEADER + B,).
@@ -176,7 +201,7 @@ def _fill_header_and_words(message, nodes, count, digest, stop, length):  # type
 
 @jit
 def prob_code(prob):  # type: ignore[no-untyped-def]
-    """The code of a probability, of which PROBS has the value."""
+    """Round a probability to the code by which messages send it, 0 to PROB_CODES - 1; `PROBS[code]` is its value."""
     if not prob > 0:
         return 0
     steps = math.floor(-PROB_STEPS * log(min(prob, 1.0)) * LOG2_E + 0.5) if prob > LEAST_PROB else PROB_CODES - 2
@@ -184,7 +209,17 @@ def prob_code(prob):  # type: ignore[no-untyped-def]
 
 
 def pack(header: Header, layout: StepLayout, sampled: Sampled, shape: MessageShape) -> torch.Tensor:
-    """This rank's message (P,), on the device of what was sampled."""
+    """Make this rank's message.
+
+    Args:
+        header: the rank's state.
+        layout: the rank's nodes.
+        sampled: results of its forward pass.
+        shape: size of the message.
+
+    Returns:
+        int64 (P,), on the device of `sampled`.
+    """
     device = sampled.tokens.device
     if device.type != "cpu":
         messages = torch.zeros(1, shape.size, dtype=torch.int64, device=device)
@@ -203,15 +238,14 @@ def pack(header: Header, layout: StepLayout, sampled: Sampled, shape: MessageSha
 def write(
     messages: torch.Tensor, known: torch.Tensor, nodes: torch.Tensor, sampled: Sampled, shape: MessageShape
 ) -> None:
-    """Write the messages of several texts on a device, as a captured step can.
-
-    Q: texts.
+    """Write the messages of Q texts on a device, by operations that a CUDA graph can hold.
 
     Args:
-        messages: int64 (Q, P); top-k logits stay as they are where none are taken.
-        known: int64 (Q, HEADER + B), as `known_part` makes it.
-        nodes: int64 (n,), where each sampled node is: text * B + node; Q * B for padding.
-        sampled: what these nodes sampled; `best` is (Q, NUM_BEST).
+        messages: int64 (Q, P), filled; the part of top-k logits stays as it is if `sampled` has none.
+        known: int64 (Q, HEADER + B), the part of each message that `known_part` makes.
+        nodes: int64 (n,), place of each node that samples a token: text * B + node; Q * B for padding.
+        sampled: results at these nodes, of all texts; `best` is (Q, NUM_BEST).
+        shape: size of a message.
     """
     texts, count = len(messages), shape.nodes
     words = torch.zeros(texts * count + 1, dtype=torch.int64, device=messages.device)  # the last one takes the padding
@@ -241,28 +275,28 @@ def _fill_message(message, nodes, tokens, top_logits, count, digest, stop, lengt
 
 
 def sampled_at_c(messages: np.ndarray) -> int:
-    """The token that rank 0 sampled at `c`, of messages as `unpack` takes them."""
+    """The token that rank 0 sampled at `c`: all that is read in a plain step; `messages` is int64 (R, P)."""
     return int(messages[0, HEADER]) >> SAMPLED_SHIFT & TOKEN_MASK
 
 
 def unpack(
     messages: np.ndarray, trees: RankTrees, step: int, rounding: float, name_of: Callable[[int], str] = str
 ) -> tuple[Stop, int]:
-    """Read the messages of all ranks.
+    """Read the messages of all ranks, and check that the ranks agree.
 
     Args:
-        messages: int64 (R, P), of all ranks.
-        trees: gets the ranks' trees; it is made by `MessageShape.room`.
-        step: number of the decode step, for errors.
-        rounding: by what share logits may differ among ranks.
-        name_of: what errors call a rank.
+        messages: int64 (R, P), every rank's message.
+        trees: arrays made by `MessageShape.room`, filled with the trees of all ranks.
+        step: number of the decode step, for error messages.
+        rounding: share of the largest logit by which logits of `c` may differ between ranks.
+        name_of: gives the name of a rank in error messages.
 
     Returns:
-        Why any rank wants to stop, and rank 0's generated tokens to return then.
+        The flags that any rank has set, and the number of generated tokens to return if ranks stop, by rank 0.
 
     Raises:
-        RuntimeError: ranks' digests differ, so their states do, or what their models compute, or a message has no tree;
-            names ranks and step.
+        RuntimeError: the ranks' states differ, or their models compute different logits, or a message holds no tree;
+            the error names the ranks and the step.
     """
     alike, best_alike, broken, stops, length = _read(trees, compiled_array(messages))
     stop = Stop(stops)
@@ -281,11 +315,11 @@ def unpack(
 
 @jit
 def _read(trees, messages):  # type: ignore[no-untyped-def]
-    """Read the words.
+    """Read the messages into `trees`.
 
     Returns:
-        Whether digests and best logits are alike, the first rank that sent no tree, which compiled code would follow
-        beyond its arrays, or -1, the reasons to stop, and rank 0's length.
+        Whether all digests are equal; whether all best logits are; the first rank whose words are no tree, which
+        compiled code would follow beyond its arrays, or -1; all flags of STOP; and rank 0's LENGTH.
     """
     alike = best_alike = True
     broken = -1
@@ -311,14 +345,16 @@ def _read(trees, messages):  # type: ignore[no-untyped-def]
 
 
 def check_digests(messages: np.ndarray, step: int, name_of: Callable[[int], str] = str) -> None:
-    """Refuse to go on where ranks' states differ.
+    """Raise an error if ranks' states have come to differ, or ranks are in different calls.
 
     Args:
-        messages: (R, P).
-        step: number of the decode step, for the error.
+        messages: int64 (R, P), every rank's message.
+        step: number of the decode step, for the error message.
+        name_of: gives the name of a rank in the error message.
 
     Raises:
-        RuntimeError: names the ranks that differ, and the step.
+        CallsDiffer: not all ranks are in a decode step.
+        RuntimeError: the digests differ; the message names the ranks that differ from most others.
     """
     digests = messages[:, DIGEST]
     if (digests == digests[0]).all():
@@ -332,15 +368,16 @@ def check_digests(messages: np.ndarray, step: int, name_of: Callable[[int], str]
 
 
 def check_best(best: np.ndarray, step: int, rounding: float, name_of: Callable[[int], str] = str) -> None:
-    """Refuse to go on where the models of ranks do not compute the same: all ranks compute `c`.
+    """Raise an error if the models of ranks compute different logits, by those of `c`, which all ranks compute.
 
     Args:
-        best: int64 (R, NUM_BEST), the best logits of `c`, packed.
-        step: number of the decode step, for the error.
-        rounding: by what share of the largest logit they may differ.
+        best: int64 (R, NUM_BEST), every rank's largest logits of `c`, packed.
+        step: number of the decode step, for the error message.
+        rounding: share of the largest logit by which they may differ.
+        name_of: gives the name of a rank in the error message.
 
     Raises:
-        RuntimeError: names the ranks that differ, the step, and by how much.
+        RuntimeError: they differ by more; the message names the ranks that differ from most others, and by how much.
     """
     if len(best) == 1 or (best == best[0]).all():
         return
@@ -370,10 +407,11 @@ def _largest_gap(tokens, logits, rank):  # type: ignore[no-untyped-def]
 
 @jit
 def _gap(tokens, logits, one, other):  # type: ignore[no-untyped-def]
-    """The least by which two ranks' logits differ, for the best tokens of either; inf beside a NaN.
+    """The least by which two ranks' logits must differ, given only the best ones of each; inf if one is NaN.
 
     Args:
-        tokens, logits: (R, NUM_BEST).
+        tokens, logits: (R, NUM_BEST), every rank's largest logits and their tokens.
+        one, other: the two ranks.
     """
     best = range(tokens.shape[1])
     gap = 0.0
@@ -394,10 +432,11 @@ def _gap(tokens, logits, one, other):  # type: ignore[no-untyped-def]
 
 
 def _odd_ones(alike: np.ndarray, name_of: Callable[[int], str]) -> tuple[str, str]:
-    """The ranks to blame, and the others: those unlike the rank that most are like; of as many, unlike the lowest.
+    """Names of the ranks to blame, and of the others, which agree with the rank that most ranks agree with.
 
     Args:
-        alike: (R, R) bool.
+        alike: bool (R, R), whether two ranks agree.
+        name_of: gives the name of a rank.
     """
     with_most = alike[alike.sum(1).argmax()]
     odd, rest = (", ".join(map(name_of, np.flatnonzero(ranks).tolist())) for ranks in (~with_most, with_most))

@@ -1,7 +1,7 @@
-"""Sums over the ranks of a replica in one kernel, in which every rank reads the tensors of all others.
+"""A faster all-reduce of small tensors over the ranks of a replica: one kernel reads the tensors of all ranks.
 
-NCCL's ring takes 2 (T - 1) steps, each with the latency of a link: most of its time where a step has few tokens. The
-kernel is torch's (`torch.distributed._symmetric_memory`, alpha in 2.13); it adds in the order of ranks, so that all
+NCCL's ring takes 2 (T - 1) hops, each with the latency of a link: most of its time if a step has few tokens. The kernel
+is torch's (`torch.distributed._symmetric_memory`, alpha in 2.13); it adds in the order of ranks, so that all
 have the same bits. It needs GPUs that reach each other's memory. T: ranks of the replica.
 """
 
@@ -24,12 +24,12 @@ Kernel = Callable[[torch.Tensor, torch.Tensor, str, str], torch.Tensor]  # share
 
 
 class OneShotSum:
-    """Sums of tensors of up to 512 KiB.
+    """Sums tensors of up to 512 KiB over the ranks of a replica, as a function of this rank's tensor.
 
     Args:
-        shared: (MOST_BYTES,) uint8, memory that every rank of the group reaches.
+        shared: uint8 (MOST_BYTES,), memory of this rank that every rank of the group can read.
         group: name of the process group.
-        kernel: copies a tensor to its rank's shared memory, and returns the sum of all ranks' in new memory.
+        kernel: copies a tensor to `shared`, and returns the sum of all ranks' tensors in new memory.
     """
 
     def __init__(self, shared: torch.Tensor, group: str, kernel: Kernel) -> None:
@@ -38,7 +38,12 @@ class OneShotSum:
         self._kernel = kernel
 
     def agrees_with(self, group: dist.ProcessGroup, device: torch.device) -> bool:
-        """Whether its sums are those of torch.distributed, of every dtype, and up to the largest tensor."""
+        """Try whether the sums agree with torch.distributed's within rounding; all ranks of the group call it together.
+
+        Args:
+            group: the process group to compare with.
+            device: device of this rank's tensors.
+        """
         generator = torch.Generator(device).manual_seed(dist.get_rank(group))
         same = True  # all are tried, as the other ranks wait for each
         for dtype in DTYPES:
@@ -54,20 +59,24 @@ class OneShotSum:
         return same
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        """Whether it sums a tensor like this; the same on every rank."""
+        """Whether a tensor has a size and dtype that can be summed; equal on all ranks, as the tensors are alike."""
         nbytes = tensor.numel() * tensor.element_size()
         return 0 < nbytes <= MOST_BYTES and nbytes % ALIGNMENT == 0 and tensor.dtype in DTYPES
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks, in new memory, in the shape of `tensor`."""
+        """Sum a tensor over the ranks, into new memory; it must be one that `takes` accepts."""
         return self._kernel(self._shared.view(tensor.dtype), tensor.contiguous(), "sum", self._group).view_as(tensor)
 
 
 def by_symmetric_memory(group: dist.ProcessGroup, device: torch.device) -> OneShotSum:
-    """Make sums by torch's kernel over symmetric memory, for the ranks of a group.
+    """Make a OneShotSum by torch's kernel over symmetric memory; all ranks of the group call it together.
+
+    Args:
+        group: the ranks of a replica.
+        device: device of this rank's tensors.
 
     Raises:
-        RuntimeError: the device is no GPU, or torch says why there is none for this group.
+        RuntimeError: the device is no GPU, or torch can't share memory in this group.
     """
     if device.type != "cuda":
         raise RuntimeError(f"the device is {device.type}, not cuda")
@@ -83,14 +92,15 @@ def one_shot_sum(
     device: torch.device,
     make: Callable[[dist.ProcessGroup, torch.device], OneShotSum] = by_symmetric_memory,
 ) -> OneShotSum | None:
-    """What sums small tensors of this group; None where a rank has no such kernel or gets other sums; the log says why.
-
-    Every rank of the group calls it at the same time.
+    """Make a OneShotSum whose sums were checked; all ranks of the group call it together.
 
     Args:
         group: the ranks of a replica.
         device: device of this rank's tensors.
-        make: makes what sums, without a check of its sums.
+        make: makes the OneShotSum to check.
+
+    Returns:
+        None on all ranks if one of them can't make it or gets other sums than torch.distributed's; the log says why.
     """
     failure = "another rank of the replica cannot"
 

@@ -1,6 +1,7 @@
-"""RankGroup: ranks that exchange messages on the host, and the collectives they do it with.
+"""RankGroup: a group of ranks, and the collectives by which they exchange messages.
 
-With one rank every collective is the identity. R: ranks of the group, P: int64s a rank sends.
+With one rank every collective is the identity. Here it is also decided what is done if a rank is lost, see
+`ProcessRankGroup.answered`. R: ranks of the group; P: int64s that a rank sends.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from lp.parallel.device_waits import DeviceWaits
 from lp.parallel.lost_ranks import announce, roll_call
 from lp.parallel.rendezvous import set_timeout
 
-PATIENCE = timedelta(days=365)
-WATCHDOG_S = 60.0  # beyond the time-out: until then a wait of ours names who is lost, then torch ends the process
+PATIENCE = timedelta(days=365)  # time-out of a message that waits without a limit
+WATCHDOG_S = 60.0  # seconds after the time-out at which torch ends the process; our own waits name the lost rank before
 
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Ranks that exchange messages; this base class is a rank by itself.
+    """A group of ranks that exchange messages; this base class is a group of a single rank.
 
     Attributes:
         rank: this rank's number in the group.
-        size: R, how many ranks the group has.
-        names: what error messages call the ranks; empty: their numbers.
-        step_sizes: int64s of a step's message, one entry for every generation under way on this rank, the innermost
-            last. The groups of a rank share the list.
+        size: R, number of ranks of the group.
+        names: names of the ranks in error messages; empty: their numbers.
+        step_sizes: a stack with the size of a step's message, in int64s, for each generation under way on this rank,
+            the innermost last; shared by all groups of this rank.
     """
 
     rank: int = 0
@@ -41,37 +42,43 @@ class RankGroup:
     step_sizes: list[int] = field(default_factory=list, repr=False, compare=False)
 
     def name_of(self, rank: int) -> str:
-        """What error messages call a rank."""
+        """The name of a rank of the group in error messages, such as "5 (lp 2, tp 1)"."""
         return self.names[rank] if self.names else str(rank)
 
     def all_gather(self, message: torch.Tensor) -> torch.Tensor:
-        """Every rank's int64 message: (P,) on each rank -> (R, P), on the host."""
+        """Gather every rank's message: int64 (P,) on each rank -> (R, P) on the host of each."""
         return message[None].cpu()
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        """The source rank's tensor, in place on the others."""
+        """Send the tensor of rank `source` to the others, into their `tensor`, of the same shape and dtype."""
         return tensor
 
     def gather_message(self, call: str, message: torch.Tensor, patient: bool) -> torch.Tensor:
-        """Every rank's message of `lp.parallel.agreement`, which between generations are all of one size.
+        """Gather messages of `lp.parallel.agreement`, while no generation is under way, without keeping a GPU busy.
 
         Args:
-            call: what this rank is doing.
-            message: (agreement.SIZE,) int64, on the host.
-            patient: wait for rank 0 however long it takes.
+            call: what this rank is doing, for error messages.
+            message: int64 (agreement.SIZE,), on the host.
+            patient: wait for the other ranks without a limit.
 
         Returns:
-            (R, agreement.SIZE), on the host.
+            int64 (R, agreement.SIZE), on the host.
         """
         return self.all_gather(message)
 
     def broadcast_body(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Rank 0's tensor, whose size all ranks know from a message before it, on the host."""
+        """Send rank 0's tensor to the others, into their `tensor` on the host; a message before it told its size."""
         return self.broadcast(tensor, 0)
 
     @contextlib.contextmanager
     def stepping(self, size: int) -> Iterator[None]:
-        """While steps send `size` int64s, all messages come in pieces of that size: other ranks may be in a step."""
+        """A `with` block around the steps of a generation, in which all messages are sent in pieces of `size` int64s.
+
+        So a rank in another call still meets the others, which are in a step, in a collective of one size.
+
+        Args:
+            size: int64s of a step's message.
+        """
         self.step_sizes.append(size)
         try:
             yield
@@ -79,45 +86,45 @@ class RankGroup:
             self.step_sizes.pop()
 
     def set_timeout(self, seconds: float) -> None:
-        """How long collectives that begin from now on may wait for other ranks."""
+        """Set how many seconds collectives that begin from now on may wait for other ranks."""
 
     @property
     def lost(self) -> bool:
-        """Whether the device may wait for a rank that is gone."""
+        """Whether a rank was lost, so that this rank's device may never be done with its work."""
         return False
 
     def wait_for(self, event: torch.cuda.Event) -> None:
-        """Wait for the work of the device before an event.
+        """Wait until the GPU has done all work recorded before an event.
 
         Raises:
-            RankLost: it was not done in time; names the ranks that do not answer.
+            RankLost: it was not done in time, as it waits for a rank; the message names the ranks that do not answer.
         """
         event.synchronize()
 
     def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor's values on the host, by one wait.
+        """Copy a tensor to the host, and wait for the copy.
 
         Raises:
-            RankLost: as `wait_for`.
+            RankLost: the GPU was not done in time, see `wait_for`.
         """
         return tensor.cpu()
 
     def close(self) -> None:
-        """Let go of the process groups, if there are any."""
+        """Drop the process groups, if there are any; the group can't be used afterwards."""
 
 
 @dataclass(frozen=True)
 class ProcessRankGroup(RankGroup):
-    """Ranks that are processes of torch.distributed.
+    """A group of ranks that are processes, over process groups of torch.distributed.
 
     Attributes:
-        device: where this rank computes.
-        backend: what carries `group`: "nccl" or "gloo".
-        group: the process group of steps.
-        messages: the gloo group of messages between steps, on the host, where waiting keeps no GPU busy. A message and
-            a step's message, which differ in size, would abort the process where they meet in one group.
-        home: this rank's number and the number of ranks in the whole job.
-        waits: the waits of this rank for its device, which its groups share.
+        device: device on which this rank computes.
+        backend: backend of `group`: "nccl" or "gloo".
+        group: process group of the messages of steps.
+        messages: process group, by gloo on the host, of messages outside of steps: waiting there keeps no GPU busy. It
+            is separate because messages of different sizes that meet in one group would abort the process.
+        home: this rank's number in the whole job, and the job's number of ranks.
+        waits: waits for this rank's GPU with a time limit; shared by all groups of this rank.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -162,7 +169,17 @@ class ProcessRankGroup(RankGroup):
 
     @contextlib.contextmanager
     def answered(self) -> Iterator[None]:
-        """Within it, the error of a collective that fails names the ranks that do not answer a roll call."""
+        """A `with` block around a collective: if the collective fails, it decides what is done about lost ranks.
+
+        1. A roll call finds the ranks that do not answer.
+        2. If a GPU may hang on them, its collectives are aborted, and the process ends soon in any case.
+        3. RankLost is raised; its message names these ranks.
+
+        Errors for want of memory, and RanksParted, are passed on as they are.
+
+        Raises:
+            RankLost: the collective has failed.
+        """
         try:
             yield
         except (torch.OutOfMemoryError, RanksParted):
@@ -200,5 +217,5 @@ class ProcessRankGroup(RankGroup):
         object.__setattr__(self, "messages", None)
 
     def _carried(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Gloo gathers on the host alone, and ranks that share a GPU have no other; NCCL on the device alone."""
+        """The tensor where the backend can send it: gloo gathers on the host alone, NCCL on the device alone."""
         return tensor.contiguous().to("cpu" if self.backend == "gloo" else self.device)

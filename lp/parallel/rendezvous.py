@@ -1,4 +1,4 @@
-"""How ranks that are processes meet: their devices, their process group, and how they leave it."""
+"""How the processes of a job meet at the start, choose devices and a backend, and leave at the end."""
 
 from __future__ import annotations
 
@@ -14,13 +14,23 @@ from lp.errors import UserError
 
 
 def join(backend: str, device: torch.device, rank: int, world_size: int, timeout_s: float) -> str:
-    """Meet the other ranks, unless that is done.
+    """Meet the other processes of the job, and make torch's default process group.
+
+    If the process group exists already, the program that made it has chosen the backend: nothing is done.
+
+    Args:
+        backend: "nccl", "gloo", or "auto": nccl if every rank has a GPU of its own, else gloo.
+        device: device of this rank.
+        rank: number of this rank, 0 to world_size - 1.
+        world_size: number of ranks of the job.
+        timeout_s: seconds to wait for the other ranks, and the time-out of the group's collectives.
 
     Returns:
-        What carries collectives.
+        The backend of the process group: "nccl" or "gloo".
 
     Raises:
-        ValueError: the address cannot be used, ranks did not come in time, or a backend that is not available.
+        ValueError: MASTER_ADDR and MASTER_PORT can't be used, the other ranks did not come in time, or the backend is
+            not available.
     """
     check_backend(backend, device)
     if dist.is_initialized():
@@ -48,14 +58,15 @@ def join(backend: str, device: torch.device, rank: int, world_size: int, timeout
 
 
 def leave(lost: bool = False) -> None:
-    """Leave the process group, if there is one, for good: a process that joined again would wait for ever.
+    """Destroy the process groups, if there are any, before the process ends; it must not join again.
 
-    A group's threads end with the last reference to it. One that still runs when Python ends may abort the process.
-    Models and their captured steps refer to each other: those that nobody has any more go first, since NCCL waits for
-    graphs that hold its collectives.
+    The threads of a group must have ended when Python does, or they may abort the process; so garbage is collected
+    before and after. Before, because NCCL waits for CUDA graphs that hold its collectives, and models that nobody uses
+    any more may still hold such graphs in reference cycles.
 
     Args:
-        lost: the device may wait for a rank that is gone, and ending a group may wait for the device: none is ended.
+        lost: whether a rank was lost. Then nothing is destroyed, since that could wait for a GPU that waits for the
+            lost rank.
     """
     if dist.is_initialized() and not lost:
         gc.collect()
@@ -64,10 +75,15 @@ def leave(lost: bool = False) -> None:
 
 
 def local_device(device: str | torch.device, local_rank: int) -> torch.device:
-    """The device by this name; "cuda" and "auto" give each rank of a node its own GPU, in turn.
+    """Choose the device of a rank; ranks of a node take its GPUs in turn.
+
+    Args:
+        device: "auto" (a GPU if there is one, else the CPU), "cuda", the name of a device such as "cpu" or "cuda:1", or
+            a device, which is returned as it is.
+        local_rank: number of the rank among those of its node.
 
     Raises:
-        ValueError: torch cannot compute there.
+        ValueError: torch can't compute on this device.
     """
     if isinstance(device, torch.device):
         return device
@@ -86,18 +102,22 @@ def local_device(device: str | torch.device, local_rank: int) -> torch.device:
 
 
 def device_id(device: torch.device) -> str:
-    """Names a GPU among all that ranks may have; empty for a CPU.
+    """The UUID of a GPU, by which ranks see whether they share it; empty for a CPU.
 
-    Its number does not: a launcher may show every process one GPU, and each calls it cuda:0.
+    The number of a GPU would not do: a launcher may show every process a single GPU, and each calls it cuda:0.
     """
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def check_backend(backend: str, device: torch.device) -> None:
-    """Refuse a backend that this rank cannot use, whatever the others have.
+    """Raise an error if the user's backend does not exist, or can't work on this rank's device.
+
+    Args:
+        backend: "auto", "nccl" or "gloo".
+        device: device of this rank.
 
     Raises:
-        ValueError: no such backend, or nccl without a GPU.
+        ValueError: another name, or "nccl" though this rank has no GPU or torch no NCCL.
     """
     if backend not in ("auto", "nccl", "gloo"):
         raise UserError(f"backend is {backend!r}; it must be 'auto', 'nccl' or 'gloo'")
@@ -106,14 +126,17 @@ def check_backend(backend: str, device: torch.device) -> None:
 
 
 def choose_backend(backend: str, devices: Sequence[str]) -> str:
-    """What carries collectives; "auto" is nccl where every rank has a GPU of its own.
+    """Choose the backend of collectives by the devices of all ranks.
 
     Args:
-        backend: checked.
-        devices: every rank's device, as `device_id` names it.
+        backend: "nccl", "gloo", or "auto": nccl if every rank has a GPU of its own, else gloo.
+        devices: `device_id` of every rank's device.
+
+    Returns:
+        "nccl" or "gloo".
 
     Raises:
-        ValueError: nccl for ranks that share GPUs.
+        ValueError: "nccl" was asked for, but ranks share GPUs.
     """
     gpus = len({*devices} - {""})
     alone = gpus == len(devices)
@@ -128,6 +151,6 @@ def choose_backend(backend: str, devices: Sequence[str]) -> str:
 
 
 def set_timeout(seconds: float, *groups: dist.ProcessGroup) -> None:
-    """How long collectives of these groups that begin from now on may wait."""
+    """Set how many seconds collectives of these process groups may wait for other ranks, from now on."""
     for group in groups:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)

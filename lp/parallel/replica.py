@@ -1,4 +1,7 @@
-"""The ranks of one replica: tensor parallelism divides the model among them. T: ranks of the replica."""
+"""Replica: the ranks that hold one copy of the model between them (tensor parallelism), and the model's collectives.
+
+T: ranks of the replica.
+"""
 
 from __future__ import annotations
 
@@ -16,89 +19,107 @@ from lp.parallel.rank_group import ProcessRankGroup
 
 @dataclass(frozen=True)
 class Replica:
-    """What holds one copy of the model; this base class is a rank that holds all of it.
+    """The ranks that hold one copy of the model between them; this base class is a single rank that holds all of it.
 
-    Its collectives are on the device of the model, in the order in which the model computes.
+    Its collectives are part of the forward pass: they are on the model's device, in the order in which it computes.
 
     Attributes:
         rank: this rank's number in the replica.
-        size: T, how many ranks it has.
+        size: T, number of ranks of the replica.
     """
 
     rank: int = 0
     size: int = 1
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks, in place or in new memory; the same bits on every rank."""
+        """Sum a tensor over the ranks of the replica, in place or into new memory; every rank gets the same bits."""
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Every rank's tensor, (T, *shape), all of one shape."""
+        """Gather the tensors of all ranks, which have one shape: (*shape) on each rank -> (T, *shape)."""
         return tensor[None]
 
     def any_rank(self, mine: Sequence[bool], device: torch.device) -> list[bool]:
-        """Tell all ranks what holds on any of them.
+        """Combine conditions of all ranks by "or".
 
         Args:
-            mine: whether each of several things holds on this rank; the same things on every rank.
-            device: where ranks exchange tensors.
+            mine: whether each condition holds on this rank; every rank lists the same conditions.
+            device: device of the model, on which ranks exchange tensors.
+
+        Returns:
+            By condition, whether it holds on any rank.
         """
         if self.size == 1:
             return list(mine)
         return self.on_host(self.all_gather(torch.tensor(mine, dtype=torch.int32, device=device)).any(0)).tolist()
 
     def part(self, count: int, rank: int | None = None) -> tuple[int, int]:
-        """The part [first, last) of `count` things that a rank has; this one, unless another is given."""
+        """Divide `count` heads, columns or the like among the ranks.
+
+        Args:
+            count: how many to divide.
+            rank: the rank whose part is wanted; None: this one.
+
+        Returns:
+            The first number of the part, and the one behind its last.
+        """
         rank = self.rank if rank is None else rank
         return count * rank // self.size, count * (rank + 1) // self.size
 
     @property
     def lost(self) -> bool:
-        """Whether the device may wait for a rank that is gone."""
+        """Whether a rank was lost, so that this rank's device may never be done with its work."""
         return False
 
     @property
     def started(self) -> int:
-        """How many collectives this rank has started, but for those of compiled steps."""
+        """Number of collectives that this rank has started, without those in compiled code."""
         return 0
 
     def outcomes(self, call: str, mine: Outcome) -> list[Outcome]:
-        """How the part of every rank in common work has ended, whatever the devices are at; arguments as there."""
+        """Gather how common work has ended on every rank, by messages between hosts: GPUs may still be blocked.
+
+        Args:
+            call: what the ranks are doing, for error messages; the same on every rank.
+            mine: how this rank's part has ended.
+        """
         return [mine]
 
     def name_of(self, rank: int) -> str:
-        """What error messages call a rank of the replica."""
+        """The name of a rank of the replica in error messages, such as "5 (lp 2, tp 1)"."""
         return str(rank)
 
     def abandon(self) -> None:
-        """No rank computes with the others any more: end what their devices still wait for."""
+        """After a rank has failed, abort the collectives for which devices still wait; no more can be started."""
 
     def wait_for(self, event: torch.cuda.Event) -> None:
-        """Wait for the work of the device before an event.
+        """Wait until the GPU has done all work recorded before an event.
 
         Raises:
-            RankLost: it waits for a rank that is gone.
+            RankLost: it was not done in time, as it waits for a rank; the message names the ranks that do not answer.
         """
         event.synchronize()
 
     def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor's values on the host, by one wait.
+        """Copy a tensor to the host, and wait for the copy.
 
         Raises:
-            RankLost: as `wait_for`.
+            RankLost: the GPU was not done in time, see `wait_for`.
         """
         return tensor.cpu()
 
     def keep_track(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Note a graph that may hold collectives of this replica: `close` frees it, whoever still refers to it."""
+        """Register a CUDA graph that may hold collectives of this replica, so that `close` can free it."""
 
     def close(self) -> None:
-        """Let go of the process group, if there is one."""
+        """Free the registered CUDA graphs and drop the process group, if there are any."""
 
 
 @dataclass(frozen=True)
 class InRankOrder(Replica):
-    """A replica whose sums are taken rank after rank, so that neither a tensor's size nor the place in it changes them.
+    """A replica whose all-reduce adds rank after rank, so that a value's sum has the same bits in tensors of any size.
+
+    The mode `exact=bitwise` needs it: NCCL's order depends on the size of a tensor and the place in it.
 
     Attributes:
         ranks: the replica that exchanges the tensors.
@@ -108,11 +129,11 @@ class InRankOrder(Replica):
 
     @classmethod
     def of(cls, replica: Replica) -> InRankOrder:
-        """Make a replica add up in the order of its ranks; one that does already is returned as it is."""
+        """Wrap a replica so that it adds in the order of its ranks; one that does so already is returned as it is."""
         return replica if isinstance(replica, cls) else cls(replica.rank, replica.size, replica)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks in float32 or wider, in new memory."""
+        """Sum a tensor over the ranks in their order, in float32 or wider, into new memory of its dtype."""
         wide = torch.promote_types(tensor.dtype, torch.float32)
         parts = self.ranks.all_gather(tensor).to(wide)
         total = parts[0]
@@ -155,13 +176,13 @@ class InRankOrder(Replica):
 
 @dataclass(frozen=True)
 class ProcessReplica(Replica):
-    """Ranks that are processes.
+    """A replica whose ranks are processes, over a process group of torch.distributed.
 
     Attributes:
-        group: the ranks' group of torch.distributed.
-        messages: the same ranks, for messages.
-        one_shot: what sums small tensors; None where `group` sums all.
-        calls: has an entry, how many collectives this rank has started, but for those of compiled steps.
+        group: process group of the collectives.
+        messages: group of the same ranks for messages between hosts, and for what is done if a rank is lost.
+        one_shot: sums small tensors faster; None: `group` sums all tensors.
+        calls: list of one number, the collectives that this rank has started, without those in compiled code.
     """
 
     group: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
@@ -217,5 +238,5 @@ class ProcessReplica(Replica):
 
     def close(self) -> None:
         self.messages.waits.free_graphs()  # NCCL ends a group when no graph holds its collectives, and waits till then
-        object.__setattr__(self, "group", None)  # models hold the replica, and the group's threads end with it
+        object.__setattr__(self, "group", None)  # models still hold the replica, and threads end with the group
         object.__setattr__(self, "one_shot", None)

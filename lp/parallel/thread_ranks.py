@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, with the same collectives: for projections, dry runs and tests."""
+"""Ranks as threads of one process instead of processes: for projections, dry runs and tests on one machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,15 @@ from lp.parallel.rank_group import RankGroup
 
 
 class Lockstep:
-    """What ranks that are threads of one process share: what each gives, and the call that it gives it to."""
+    """The meeting point of ranks that are threads of one process: it exchanges tensors among them.
+
+    Args:
+        world_size: number of ranks.
+
+    Attributes:
+        barrier: at which all ranks wait for each other.
+        given: by rank, what it is doing, and the tensor that it gave last.
+    """
 
     def __init__(self, world_size: int) -> None:
         self.barrier = threading.Barrier(world_size)
@@ -27,7 +35,20 @@ class Lockstep:
     def trade(
         self, rank: int, call: str, mine: torch.Tensor, timeout_s: float | None
     ) -> list[tuple[str, torch.Tensor]]:
-        """Give a tensor, wait for all ranks, and get copies of what every rank gave, with the call that it is in."""
+        """Exchange tensors: give one, wait for all ranks, and get copies of all.
+
+        Args:
+            rank: this rank.
+            call: what it is doing.
+            mine: its tensor.
+            timeout_s: seconds to wait for the other ranks; None: without a limit.
+
+        Returns:
+            By rank, what it is doing and a copy of its tensor.
+
+        Raises:
+            threading.BrokenBarrierError: another rank has failed, or did not come in time.
+        """
         self.given[rank] = call, mine
         self.barrier.wait(timeout_s)
         everyone = [(call, tensor.clone()) for call, tensor in self.given]
@@ -38,7 +59,11 @@ class Lockstep:
 
 @dataclass(frozen=True)
 class LockstepGroup(RankGroup):
-    """Ranks that are threads: the same collectives without a process group."""
+    """A group of ranks that are threads of this process: collectives without torch.distributed.
+
+    Attributes:
+        shared: the meeting point, the same object on every rank.
+    """
 
     shared: Lockstep = field(default_factory=lambda: Lockstep(1))
 
@@ -52,7 +77,7 @@ class LockstepGroup(RankGroup):
         return torch.stack(self._trade(call, message))
 
     def end(self) -> None:
-        """Stay until the last rank has ended: others may still ask for this one."""
+        """Wait until all ranks have ended, and meet them in their collectives meanwhile."""
         with contextlib.suppress(threading.BrokenBarrierError):
             while {call for call, _ in self._traded(ENDED, torch.zeros(0), None)} != {ENDED}:
                 pass
@@ -71,11 +96,11 @@ def run_lockstep(world_size: int, body: Callable[[ParallelContext], T]) -> list[
     """Run `body(context)` for every rank of one process, each in a thread, and return their results by rank.
 
     Args:
-        world_size: ranks.
-        body: what each of them does.
+        world_size: number of ranks.
+        body: called once for each rank, with its context.
 
     Raises:
-        BaseException: what the first rank raised that did not only stop because of another one; all are released.
+        BaseException: the error of the lowest rank that failed by itself, and not because another rank did.
     """
     results: list[Any] = [None] * world_size
     errors: list[tuple[bool, int, BaseException]] = []
@@ -110,5 +135,8 @@ def _is_due_to_another(error: BaseException) -> bool:
 
 
 def is_stopped_by_another(error: BaseException) -> bool:
-    """It is an `lp.Interrupted`, which a higher layer defines, without a signal of its own."""
+    """Whether an error is an `lp.Interrupted` that another rank caused: no signal came to this one.
+
+    `lp.Interrupted` itself can't be imported here: a higher layer defines it.
+    """
     return isinstance(error, KeyboardInterrupt) and getattr(error, "signal", None) == 0

@@ -1,15 +1,15 @@
-"""A corpus: tokenized files in one immutable index that finds where the end of a text came before, and what followed.
+"""Look-ups in a corpus: an immutable index of tokenized files that finds what followed the end of a text in them.
 
-A look-up finds the longest run of the text's newest tokens, of 2 to MAX_MATCH, that a file of it has.
+A look-up finds the longest run of the text's newest tokens, 2 to MAX_MATCH of them, that occurs in a file, and the
+tokens behind its occurrences.
 
-A corpus is one int64 array: HEADER numbers, then int32 numbers: all files' tokens with a SEPARATOR before, between and
-behind them; the rows, which are the places in them that have two tokens of a file before their follower, sorted by the
-tokens there read backwards; the distinct last two tokens of rows, by the newest; where the rows of each begin. Last
-comes what the files are, as JSON. So the rows that end alike are neighbours, whatever the length.
+The index is a suffix array: its rows are the places in the files at which a match may end, sorted by the tokens there
+read backwards. So places that end alike are neighbours, whatever the length of the match. `lp.draft.pool.corpus_file`
+makes the index and describes its layout.
 
-What has changed since is told beside it: ranges of tokens that are gone, whose rows no look-up finds.
+Files may have changed since. Ranges of tokens that are gone are listed beside the index; no look-up finds their rows.
 
-V: vocabulary; n: tokens, separators included; r: rows; d: distinct last two tokens.
+V: vocabulary; n: tokens, separators included; r: rows; d: distinct pairs of last two tokens of rows.
 """
 
 from __future__ import annotations
@@ -28,20 +28,25 @@ HEADER = 8  # int64 numbers: a mark, V, n, r, d, bytes of JSON, digest of what l
 
 
 class Corpus(NamedTuple):
-    """A corpus as compiled functions take it: its numbers, where each kind begins, and what is gone. V = 0: none."""
+    """A corpus in the form that compiled functions search; an empty one, with V = 0, stands for no corpus."""
 
     vocabulary: int  # V
-    numbers: Any  # int32: the whole file
-    tokens: int  # where the tokens begin; like the next four
+    numbers: Any  # int32: the whole array of the corpus
+    tokens: int  # index in `numbers` at which the tokens begin; the next four are such indices too, see `Places`
     rows: int
-    firsts: int  # of every newest token, the first of its last two
-    pairs: int  # the older of the last two tokens
-    starts: int  # the first row of the last two tokens
-    gone: Any  # int64: where ranges of tokens that are gone begin and end, in turn and in order
+    firsts: int
+    pairs: int
+    starts: int
+    gone: Any  # int64: begin and end of every range of tokens that are gone, in turn, ascending
 
     @classmethod
     def of(cls, file: np.ndarray | None, gone: Sequence[int] = ()) -> Corpus:
-        """A corpus for compiled functions, from the contents of a file; None gives none."""
+        """Make a corpus for compiled functions.
+
+        Args:
+            file: a corpus' array, int64, see `lp.draft.pool.corpus_file`; None: an empty corpus.
+            gone: begin and end of every range of tokens that are gone, in turn, ascending.
+        """
         ranges = compiled_ints(gone)
         if file is None:
             return cls(0, compiled_array(np.zeros(2 * HEADER, np.int32)), 0, 0, 0, 0, 0, ranges)
@@ -51,7 +56,10 @@ class Corpus(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where each part of a file begins, in int32 numbers; the last is where the JSON ends."""
+    """Where each part of a corpus' array begins, as an index in int32 numbers; `end` is where the last part ends.
+
+    `lp.draft.pool.corpus_file` describes the parts; `listing` is the JSON.
+    """
 
     tokens: int
     rows: int
@@ -63,6 +71,7 @@ class Places(NamedTuple):
 
 
 def places_of(file: np.ndarray) -> Places:
+    """Where the parts of a corpus' array begin, by its header."""
     _, vocabulary, tokens, rows, pairs, listing_bytes, *_ = file[:HEADER].tolist()
     sizes = [2 * HEADER, tokens, rows, vocabulary + 1, pairs, pairs + 1, -(-listing_bytes // 4)]
     return Places(*np.cumsum(sizes).tolist())
@@ -70,15 +79,15 @@ def places_of(file: np.ndarray) -> Places:
 
 @jit
 def find_match(corpus, recent, known):
-    """The longest run of the newest `known` tokens that came before, and the rows of it.
+    """Find where the longest possible run of a text's newest tokens occurs in a corpus.
 
     Args:
         corpus: Corpus.
-        recent: the newest tokens, the newest first.
-        known: how many there are.
+        recent: int64, the newest tokens of the text, the newest first.
+        known: how many of them to match, at most; no more than MAX_MATCH are.
 
     Returns:
-        The run's length, 0 for less than 2; its first row; the row behind its last one.
+        (length, first, behind): tokens of the match, 0 if not even 2 match; and its rows, first..behind-1.
     """
     numbers = corpus.numbers
     if known < 2 or recent[0] >= corpus.vocabulary:
@@ -140,7 +149,14 @@ def find_match(corpus, recent, known):
 
 @jit
 def is_gone(corpus, place):
-    """Whether a token's place lies in a range that is gone: an odd number of ends of ranges is not behind it."""
+    """Whether a token of a corpus is gone because its file has changed.
+
+    `gone` has begins and ends in turn, so the place is inside a range if an odd number of them is not behind it.
+
+    Args:
+        corpus: Corpus.
+        place: index of the token among the corpus' tokens.
+    """
     low, high = 0, len(corpus.gone)
     while low < high:
         middle = (low + high) // 2
@@ -153,14 +169,16 @@ def is_gone(corpus, place):
 
 @jit
 def live_length(corpus, recent, known, row, end, step):
-    """How many tokens the text has in common with the first of these rows that is not gone.
+    """Length of the match at the nearest row that is not gone, among rows that end with the text's last two tokens.
 
     Args:
         corpus, recent, known: arguments of `find_match`.
-        row, end, step: the rows, of the text's last two tokens, of which SAMPLED are looked at.
+        row: the row to begin at.
+        end: the row to stop before.
+        step: 1 or -1, the direction; at most SAMPLED rows are looked at.
 
     Returns:
-        Their number, 0 where all rows are gone.
+        Tokens that this row has in common with the text; 0 if all rows that were looked at are gone.
     """
     looked_at = 0
     while row != end and looked_at < SAMPLED:
@@ -177,7 +195,13 @@ def live_length(corpus, recent, known, row, end, step):
 
 @jit
 def agrees(corpus, recent, row, length):
-    """Whether a row of the same last two tokens ends with the newest `length` tokens."""
+    """Whether a row ends with the newest `length` tokens of the text, given that its last two tokens match.
+
+    Args:
+        corpus, recent: arguments of `find_match`.
+        row: number of the row.
+        length: tokens to compare.
+    """
     newest = corpus.tokens + corpus.numbers[corpus.rows + row]
     index = 2
     while index < length and corpus.numbers[newest - index] == recent[index]:
@@ -187,16 +211,19 @@ def agrees(corpus, recent, row, length):
 
 @jit
 def count_followers(corpus, first, behind, followers, counts):
-    """Count what followed the rows of a match, or SAMPLED of them, evenly spread; none that is gone.
+    """Count which tokens followed the occurrences of a match; of more than SAMPLED rows, SAMPLED are counted.
+
+    Rows that are gone are not counted.
 
     Args:
         corpus: Corpus.
-        first, behind: the rows.
-        followers: int64 (SAMPLED,), gets distinct followers in the order of their rows.
-        counts: int64 (SAMPLED,), gets how many rows each has.
+        first, behind: the rows of the match, first..behind-1, as `find_match` returns them.
+        followers: int64 (SAMPLED,), filled with the distinct followers in the order of their rows.
+        counts: int64 (SAMPLED,), filled with the number of rows of each follower.
 
     Returns:
-        How many followers there are, how many rows were counted, and the place of the only row there is, or -1.
+        Number of distinct followers; number of rows counted; and, if the match has only one row, the place of its
+        newest token among the corpus' tokens, else -1.
     """
     rows = behind - first
     looked_at = min(rows, SAMPLED)

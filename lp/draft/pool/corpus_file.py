@@ -1,8 +1,19 @@
-"""The file of a corpus: making it of tokenized files, and reading it.
+"""The file of a corpus, an index of tokenized files: making it, and reading it.
 
 `lp corpus build` writes it, every process maps it into memory and none writes to it; ranks of a node share its pages.
-`lp.draft.pool.corpus` has how it is laid out. Compiled functions look into it without a check: so all that they read
-is checked when it is opened.
+Compiled functions (`lp.draft.pool.corpus`) search it without checks: all that they read is checked when it is opened.
+
+The file holds one int64 array: a header of HEADER numbers, then these parts of int32 numbers, without gaps:
+
+    tokens    n      the tokens of all files, with a SEPARATOR before, between and behind them
+    rows      r      places in `tokens` at which a match may end: tokens that have one before and one behind them in
+                     their file; sorted by the tokens up to the place, read backwards, MAX_MATCH of them
+    firsts    V + 1  by token v, the index of the first pair whose newest token is v
+    pairs     d      the distinct pairs of last two tokens of rows, sorted by the newer, then the older: the older one
+    starts    d + 1  by pair, its first row
+    listing          what the files are (`Listing`), as JSON in UTF-8
+
+V: vocabulary; n: tokens, separators included; r: rows; d: pairs.
 """
 
 from __future__ import annotations
@@ -22,7 +33,7 @@ from lp.digest import chain_digest
 from lp.draft.pool.corpus import HEADER, MAX_MATCH, SEPARATOR, places_of
 from lp.errors import UserError
 
-MARK = 0x73757072_6F6331  # of such a file, and of how it is laid out
+MARK = 0x73757072_6F6331  # first number of such a file; another layout gets another mark
 MAX_TOKENS = (1 << 31) - 16
 READ_BYTES = 64 << 20  # of a file that is read; a larger one is mapped
 
@@ -32,13 +43,13 @@ FileState = tuple[int, int, int] | None
 
 @dataclass(frozen=True, slots=True)
 class IndexedFile:
-    """A file that a corpus has.
+    """One source file of a corpus, as it was when the corpus was made.
 
     Attributes:
         path: relative to the corpus' folder.
-        size: bytes.
-        modified_ns: when it was last changed.
-        num_tokens: how many tokens it has.
+        size: size in bytes.
+        modified_ns: time of its last change, in nanoseconds since 1970.
+        num_tokens: number of its tokens; 0 in a delta if the file was deleted.
     """
 
     path: str
@@ -49,13 +60,14 @@ class IndexedFile:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What a corpus was made of.
+    """What a corpus was made from: lets `lp corpus watch` see which files have changed since.
 
     Attributes:
-        folder: where the files lie.
-        tokenizer: a digest of what made tokens of them.
+        folder: the folder that was indexed.
+        tokenizer: digest of the tokenizer.
         files: all files, in the order of their tokens.
-        base: 0, or for a delta the digest of the corpus in which these files stand for those of the same path.
+        base: 0 for a corpus; for a delta (an index of changed files beside a corpus) digest of its corpus
+            (`identity_of`), in which these files replace those of the same path.
     """
 
     folder: str
@@ -64,19 +76,22 @@ class Listing:
     base: int = 0
 
 
-UNLISTED = Listing("", 0, [])  # of an index that lies in no file
+UNLISTED = Listing("", 0, [])  # for an index that is in no file
 
 
 def new_file(vocabulary_size: int, texts: Sequence[np.ndarray], listing: Listing) -> np.ndarray:
-    """A file's array, int64.
+    """Index tokenized texts: make the array of a corpus.
 
     Args:
-        vocabulary_size: V.
-        texts: tokens of every file, int32.
-        listing: what the files are.
+        vocabulary_size: V of the model.
+        texts: token ids of every text, int32, one-dimensional.
+        listing: what the texts are, stored as the last part of the array.
+
+    Returns:
+        int64, one-dimensional, laid out as the module's docstring says.
 
     Raises:
-        ValueError: more tokens than an index can have, or one beyond the vocabulary.
+        ValueError: the texts have more tokens than an index can hold, or a token that is not in the vocabulary.
     """
     count = sum(map(len, texts)) + len(texts) + 1
     if count > MAX_TOKENS:
@@ -109,7 +124,7 @@ def _numbers(data: bytes) -> np.ndarray:
 
 
 def _sorted_rows(tokens: np.ndarray) -> np.ndarray:
-    """The rows of these tokens, sorted by the last MAX_MATCH tokens read backwards: 1, 2, 4, ... tokens are ranked."""
+    """The part `rows` of an index of these tokens; they are sorted by 1, 2, 4, ... MAX_MATCH tokens in turn."""
     ranks = tokens.astype(np.int64) + 1  # of the newest `length` tokens of every place
     length = 1
     while length < MAX_MATCH:
@@ -127,16 +142,17 @@ def _sorted_rows(tokens: np.ndarray) -> np.ndarray:
 
 
 def read_file(path: str, vocabulary_size: int) -> np.ndarray:
-    """The corpus in a file, checked whole: read, or memory-mapped where it is large.
+    """Read a corpus from its file and check all of it; a file above READ_BYTES is memory-mapped.
 
-    What is mapped changes with the file, and ends the process where the file has become shorter.
+    A mapped file must be replaced, never overwritten: a change shows in the array, and a file that becomes shorter
+    ends the process.
 
     Args:
-        path: names the file.
+        path: path of the file.
         vocabulary_size: V of the model.
 
     Raises:
-        ValueError: no such file, a damaged one, or one of another model.
+        ValueError: the file is missing, damaged, or was made for a model with another vocabulary.
     """
     remedy = f"write it with {app_command('corpus')} build FOLDER --model MODEL -o FILE"
     file = mapped(path)
@@ -150,10 +166,13 @@ def read_file(path: str, vocabulary_size: int) -> np.ndarray:
 
 
 def mapped(path: str | Path) -> np.ndarray:
-    """The contents of a file that begins as a corpus does.
+    """Memory-map the array of a corpus' file; only its header is checked.
+
+    Args:
+        path: path of the file.
 
     Raises:
-        ValueError: it can't be read, or is something else.
+        ValueError: the file can't be read, or does not begin like a corpus.
     """
     remedy = f"write one with {app_command('corpus')} build FOLDER --model MODEL -o FILE"
     try:
@@ -166,17 +185,21 @@ def mapped(path: str | Path) -> np.ndarray:
 
 
 def identity_of(file: np.ndarray) -> int:
-    """The digest of all that the file has: a delta names its corpus by it."""
+    """A corpus' digest of all its contents: a delta names the corpus that it belongs to by it.
+
+    Args:
+        file: the corpus' array.
+    """
     return int(file[7])
 
 
 def delta_path(path: str | Path) -> Path:
-    """Where the delta of the corpus in a file is."""
+    """Path of the delta, the index of changed files, that belongs to the corpus at `path`."""
     return Path(f"{path}.delta")
 
 
 def state_of(path: str | Path) -> FileState:
-    """What tells a file from another one that takes its place; None for none."""
+    """Inode, size (bytes) and time of change (ns) of a file, to see whether it was replaced; None if it is missing."""
     try:
         found = os.stat(path)
     except OSError:
@@ -185,12 +208,25 @@ def state_of(path: str | Path) -> FileState:
 
 
 def digest_of(file: np.ndarray) -> int:
-    """The digest of what look-ups read, for ranks to compare: machines may keep the same files in other folders."""
+    """A corpus' digest of the parts that look-ups read, for ranks to compare.
+
+    It leaves out the listing: machines may keep the same files in different folders.
+
+    Args:
+        file: the corpus' array.
+    """
     return int(file[6])
 
 
 def contents_of(file: np.ndarray) -> tuple[Listing, list[np.ndarray]] | None:
-    """What the files were, and the tokens of each; None where the file is damaged."""
+    """Take a corpus apart again.
+
+    Args:
+        file: the corpus' array.
+
+    Returns:
+        Its listing, and the tokens of each listed file, int32; None if the array is damaged.
+    """
     if not _is_whole(file):
         return None
     at, numbers, listing = places_of(file), np.asarray(file).view(np.int32), listing_of(file)
@@ -198,20 +234,20 @@ def contents_of(file: np.ndarray) -> tuple[Listing, list[np.ndarray]] | None:
 
 
 def listing_of(file: np.ndarray) -> Listing:
-    """What the files were, of a file that is whole."""
+    """Read the listing of source files from a corpus' array, which must have been checked."""
     data = np.asarray(file).view(np.int32)[places_of(file).listing :].tobytes()[: int(file[5])]
     listed = json.loads(data)
     return Listing(**listed | {"files": [IndexedFile(**each) for each in listed["files"]]})
 
 
 def spans_of(listing: Listing) -> list[tuple[int, int]]:
-    """Where the tokens of each file begin and end, among all tokens."""
+    """Begin and end of each listed file in the corpus' part `tokens`."""
     ends = np.cumsum([each.num_tokens + 1 for each in listing.files], dtype=np.int64).tolist()
     return [(end - each.num_tokens, end) for each, end in zip(listing.files, ends, strict=True)]
 
 
 def _is_whole(file: np.ndarray) -> bool:
-    """Whether the array is as long as it says, as it was written, and such that no look-up leads out of it."""
+    """Whether the array has the length that its header states, the digest that was written, and only valid indices."""
     if any(number < 0 for number in file[1:6].tolist()) or max(file[1:6].tolist()) > MAX_TOKENS:
         return False
     at = places_of(file)

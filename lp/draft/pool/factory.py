@@ -1,7 +1,7 @@
-"""Pools for a decoder's calls, and what outlives a call: a session's tables, a history, and their files.
+"""Makes the pool of each `generate` call, and keeps what outlives a call: session tables, a history, and their files.
 
-Both are kept apart by owner: what one owner's texts have left votes for that owner's alone. The files of an owner who
-has a name end with it.
+Tables and history are kept apart by owner, such as the user of an API key: texts of one owner are never drafted from
+texts of another one. The files of an owner who has a name end with it.
 """
 
 from __future__ import annotations
@@ -44,10 +44,12 @@ LEAST_STEP_TOKENS = 8
 
 @register_factory("lookahead", LookaheadConfig)
 class PoolFactory(SourceFactory):
-    """Makes a pool for every call: with new tables, or for scope "session" with those of the decoder's last call.
+    """Makes an n-gram pool for every `generate` call of a decoder.
+
+    With `pool_scope="session"` a pool goes on with the tables of the owner's last call; else it begins with empty ones.
 
     Args:
-        config: the pools' config.
+        config: settings of the decoder.
     """
 
     def __init__(self, config: LookaheadConfig) -> None:
@@ -61,11 +63,14 @@ class PoolFactory(SourceFactory):
         self.corpora = [corpus_name(path) for path in config.corpora]
 
     def new_source(self, call: Call) -> NGramPool:
-        """The pool of one call.
+        """Make the pool of one call.
+
+        Args:
+            call: the prompt, the owner, and the sampler's settings.
 
         Raises:
-            ValueError: the session's file is no such pool, or its folder is missing; no file of model n-grams, or no
-                corpus, where one is asked for.
+            ValueError: `pool_file` holds no pool of this shape, or its folder is missing; or a file of model n-grams or
+                a corpus that the settings name can't be used.
         """
         from lp.draft.pool.ngram_pool import NGramPool
 
@@ -90,11 +95,16 @@ class PoolFactory(SourceFactory):
         )
 
     def digests(self, info: CallInfo) -> dict[str, int]:
-        """Digests, by name, of what the pools of all ranks begin with alike; a session's pool once, when it is opened.
+        """Digests, by name, of all that the next pool begins with, for ranks to compare; opens the owner's files.
+
+        The digest of a session's tables is 0 but for the call that opens them, since later ones are equal by then.
+
+        Args:
+            info: the call that is about to begin.
 
         Raises:
-            ValueError: no file of model n-grams, or no corpus, where one is asked for; a history or a session's file
-                that can't be used.
+            ValueError: a file of model n-grams, a corpus, a history or a `pool_file` that the settings name can't be
+                used.
         """
         digests = {"model n-grams": self._read_ngrams(info), "corpora": self._corpora.follow(info)}
         is_open = info.owner in self.tables
@@ -103,7 +113,7 @@ class PoolFactory(SourceFactory):
         return digests | {"history": history.digest if history else 0, "pool": pool}
 
     def _history(self, info: CallInfo) -> History | None:
-        """The history of the owner's texts, opened where it is the first; None for none."""
+        """The history of the owner's texts, opened at the first call; None if there is to be none."""
         if self.config.history is None or info.owner is None:
             return None
         if info.owner not in self._histories:
@@ -112,7 +122,7 @@ class PoolFactory(SourceFactory):
         return self._histories[info.owner]
 
     def _session(self, info: CallInfo) -> Tables | None:
-        """The tables of the owner's session, opened where it is the first; None for none."""
+        """The tables of the owner's session, opened at the first call; None if calls do not share tables."""
         if self.config.pool_scope is PoolScope.REQUEST or info.owner is None:
             return None
         if info.owner not in self.tables:
@@ -120,7 +130,7 @@ class PoolFactory(SourceFactory):
         return self.tables[info.owner]
 
     def _text_ended(self, call: Call, prompt: Sequence[int], tokens: Sequence[int]) -> None:
-        """Add the text to the history, and write the session's tables to their file, where the call has these."""
+        """Add a finished text to the owner's history, and write the session's tables to `pool_file`, as configured."""
         if history := self._history(call):
             history.add(prompt, tokens)
         if call.owner in self.tables and self.config.pool_file is not None and call.is_main:
@@ -131,7 +141,7 @@ class PoolFactory(SourceFactory):
                 warnings.warn(f"pool_file {file} was not written: {error}", stacklevel=2)
 
     def _read_ngrams(self, info: CallInfo) -> int:
-        """Read the model's n-grams, once; returns their digest, 0 for none."""
+        """Read the model's n-grams at the first call; returns their digest, 0 if there are none."""
         if self._ngrams_digest is None:
             ngrams = read_file(self.config.pool_model_ngrams, info.model_folder, info.vocabulary_size)
             self._model_ngrams = ngrams
@@ -139,17 +149,17 @@ class PoolFactory(SourceFactory):
         return self._ngrams_digest
 
     def _needed_mib(self, call: Call) -> int:
-        """Clearing more than a text can fill takes time."""
+        """Most MiB that the tables of one call need: larger ones take time to clear."""
         if call.step_tokens is None:
             return self.config.pool_mib
         needed = call.max_length * max(call.step_tokens, LEAST_STEP_TOKENS) * TOKEN_BYTES >> 20
         return min(self.config.pool_mib, 1 + needed)
 
     def _file_of(self, path: str, owner: str) -> str:
-        """The file of an owner that is opened.
+        """Path of an owner's file.
 
         Raises:
-            ValueError: it is what the config names for something else.
+            ValueError: the owner's name makes it the path of another file that the config names.
         """
         file = file_of(path, owner)
         for name in ("history", "pool_file"):
@@ -161,7 +171,11 @@ class PoolFactory(SourceFactory):
         return file
 
     def _session_tables(self, vocabulary_size: int, owner: str) -> Tables:
-        """The tables that a session begins with, read from its file if there is one; a missing folder is refused."""
+        """The tables that a session begins with: read from `pool_file` if it exists, else empty.
+
+        Raises:
+            ValueError: the file can't be used, or its folder is missing.
+        """
         file = self.config.pool_file and self._file_of(self.config.pool_file, owner)
         tables = fresh_tables(self.config, vocabulary_size)
         if file and Path(file).exists():
@@ -172,15 +186,20 @@ class PoolFactory(SourceFactory):
 
 
 def file_of(path: str | os.PathLike[str], owner: str) -> str:
-    """The file of an owner: the one that the config names, for the owner without a name."""
+    """Path of an owner's file: the configured path, with ".OWNER" at its end if the owner has a name."""
     return f"{os.fspath(path)}.{owner}" if owner else os.fspath(path)
 
 
 def opened_history(path: str, info: CallInfo, thread: ThreadPoolExecutor) -> History:
-    """The history in a file, as rank 0 reads it, on every rank.
+    """Open a history file on rank 0 and give every rank a history with its texts; all ranks call this together.
+
+    Args:
+        path: path of the file, made if it is missing.
+        info: tells which rank this is, and shares rank 0's numbers.
+        thread: makes the history's indexes in the background.
 
     Raises:
-        ValueError: as HistoryFile, on every rank.
+        ValueError: rank 0 can't use the file; raised on every rank.
     """
     file, refusal = None, None
     if info.is_main:
@@ -198,10 +217,12 @@ def opened_history(path: str, info: CallInfo, thread: ThreadPoolExecutor) -> His
 
 
 def fresh_tables(config: LookaheadConfig, vocabulary_size: int, mebibytes: int | None = None) -> Tables:
-    """Empty tables, with the weights that scripts/train_pool_weights.py learned.
+    """Make a pool's tables: empty, with the mixture weights that scripts/train_pool_weights.py learned.
 
     Args:
-        mebibytes: most memory that they may take, MiB; None: the config's.
+        config: has the most memory (`pool_mib`) and the number of logits of an entry.
+        vocabulary_size: V of the model, which bounds the number of logits.
+        mebibytes: most memory of the tables, MiB; None: `pool_mib`.
     """
     shipped = _shipped_weights()
     squares = 1 + np.minimum(shipped["squares"], MAX_SQUARES)
@@ -217,10 +238,14 @@ def _shipped_weights() -> dict[str, np.ndarray]:
 
 
 def save_tables(tables: Tables, path: str) -> None:
-    """Write them to one safetensors file, whole or not at all.
+    """Write a session's tables to a safetensors file, whole or not at all.
 
-    The file has no lock, unlike a history's, which grows: of several decoders that write it, each puts all that it has
-    learned in the place of what was there, and the last one's stays.
+    The file has no lock: if several decoders write it, the last one's tables stay. (A history's file grows, and has a
+    lock.)
+
+    Args:
+        tables: what to write.
+        path: path of the file, which is replaced.
     """
     arrays = {name: np.asarray(values) for name, values in tables._asdict().items()}
     part = Path(f"{path}.{threading.get_native_id()}.part")  # which no other thread of the machine has
@@ -232,10 +257,15 @@ def save_tables(tables: Tables, path: str) -> None:
 
 
 def load_tables(tables: Tables, path: str, vocabulary_size: int) -> None:
-    """Replace what fresh tables remember by what a file does.
+    """Fill fresh tables with the contents of a file that `save_tables` wrote.
+
+    Args:
+        tables: tables of the shape that the file must have; they are overwritten.
+        path: path of the file.
+        vocabulary_size: V of the model, below which all tokens must be.
 
     Raises:
-        ValueError: it is no pool, or one of another size.
+        ValueError: the file can't be read, has other shapes, or holds values that no pool of this model has.
     """
     try:
         arrays = load_file(path)
@@ -262,5 +292,5 @@ def load_tables(tables: Tables, path: str, vocabulary_size: int) -> None:
 
 
 def tables_digest(tables: Tables) -> int:
-    """A digest of everything remembered, equal on every machine."""
+    """Digest of all contents of a pool's tables, for ranks to compare; equal on every machine."""
     return chain_digest(0, *(np.asarray(values).view(np.int32) for values in tables))

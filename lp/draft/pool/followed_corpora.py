@@ -1,8 +1,8 @@
-"""The corpora of a pool, as their files are when a text begins: a text keeps to what it began with.
+"""Follows the files of corpora, which may change while a decoder runs: a text uses what they hold when it begins.
 
 A corpus may have a delta beside it, FILE.delta, which `lp corpus watch` writes: a small corpus of the files that have
-changed since. Each stands for the corpus' file of the same path, whose tokens are gone; a file that was deleted has no
-tokens in the delta. A delta is of one corpus: beside another one, it is left out.
+changed since. These replace the corpus' files of the same paths, whose tokens are then gone; a file that was deleted
+has no tokens in the delta. A delta belongs to one corpus: beside another one, it is ignored.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ AGAIN_S = 1.0  # until a file that could not be read is tried again
 
 
 class FollowedCorpora:
-    """What all ranks take from their files, each time a text begins.
+    """Reads the corpora again at the beginning of a text if their files have changed, alike on all ranks.
 
-    Where ranks have read different things, since files have changed in between or some rank's can't be read, all stay
-    with what they took last.
+    If ranks have read different contents, because files changed in between, or one can't read its files, all ranks keep
+    what they used before.
 
     Args:
-        paths: where the corpora are.
+        paths: paths of the corpora; may be empty.
 
     Attributes:
-        taken: whether there is something yet.
+        taken: whether corpora were read before, so that there is something to keep; True if there are no paths.
     """
 
     def __init__(self, paths: Sequence[str]) -> None:
@@ -66,11 +66,17 @@ class FollowedCorpora:
         self._differing: Sequence[int] = ()
 
     def follow(self, info: CallInfo) -> int:
-        """Take what the files have now, if all ranks have the same; a digest of what is taken.
+        """Use the files' present contents from now on, if all ranks have read the same; all ranks call this together.
+
+        Args:
+            info: the call that is about to begin; lets ranks compare what they have read.
+
+        Returns:
+            A digest of the corpora that are used from now on.
 
         Raises:
-            ValueError: nothing was taken before, and some rank's files can't be read, or are others than rank 0's; on
-                every rank.
+            ValueError: there is nothing to keep from before, and some rank can't read its files or has others than
+                rank 0; raised on every rank.
         """
         if not self.paths:
             return 0
@@ -92,10 +98,10 @@ class FollowedCorpora:
         return self._digest
 
     def indexes(self, names: Sequence[str] | None, vocabulary_size: int) -> list[Corpus]:
-        """What a text's pool looks in: one index for what has changed, then the corpora.
+        """The indexes that a text's pool searches: one of all changed files, then one for each corpus.
 
         Args:
-            names: what the corpora are called that the text may look in; None: all.
+            names: names of the corpora that the text may be drafted from; None: all.
             vocabulary_size: V of the model.
         """
         parts = [part for part in self._parts if names is None or part.name in names]
@@ -103,7 +109,7 @@ class FollowedCorpora:
         return [*map(Corpus.of, delta), *(Corpus.of(part.file, part.gone) for part in parts)]
 
     def _look(self, vocabulary_size: int) -> int:
-        """A digest of the newest that this rank can read."""
+        """Read what has changed; returns a digest of what this rank would use, UNREADABLE if it has nothing to use."""
         self._refusal = None
         try:
             if not self.taken:
@@ -125,7 +131,7 @@ class FollowedCorpora:
             return self._digest
 
     def _read_parts(self) -> list[Parts]:
-        """The corpora as their files are.
+        """The corpora with their deltas, as the files were when last looked at.
 
         Raises:
             ValueError: a delta was damaged since it was read.
@@ -144,14 +150,14 @@ class FollowedCorpora:
 
 
 class Parts(NamedTuple):
-    """A corpus as texts look in it: its files may change meanwhile.
+    """The contents of one corpus that texts use, while newer ones may be read from its files.
 
     Attributes:
-        name: what requests call it.
-        file: the corpus' array.
-        delta: its delta's; None for none.
-        gone: where ranges of the corpus' tokens that are gone begin and end, in turn.
-        changed: the texts of the delta, where several corpora have one: a text looks in all of them at once.
+        name: what requests call the corpus.
+        file: the corpus' array, int64.
+        delta: the array of its delta; None if it has none.
+        gone: begin and end of every range of the corpus' tokens that the delta replaces, in turn, ascending.
+        changed: token ids of each text of the delta, int32, if several corpora have deltas: they share one index.
     """
 
     name: str
@@ -182,20 +188,20 @@ def delta_of(parts: Sequence[Parts], known: Deltas, vocabulary_size: int) -> lis
 
 
 class FollowedCorpus:
-    """A corpus and its delta, as they were when they could be read last.
+    """The newest contents of a corpus and its delta that this rank could read; `look` updates them.
 
     Args:
-        path: where the corpus is.
+        path: path of the corpus.
         vocabulary_size: V of the model.
 
     Attributes:
-        file: the corpus' array.
-        delta: its delta's; None for none.
-        gone: where ranges of the corpus' tokens that are gone begin and end, in turn.
-        digest: stands for all three, as far as look-ups read them.
+        file: the corpus' array, int64.
+        delta: the array of its delta; None if it has none.
+        gone: begin and end of every range of the corpus' tokens that the delta replaces, in turn, ascending.
+        digest: digest of these three, for ranks to compare.
 
     Raises:
-        ValueError: no such file, a damaged one, or one of another model.
+        ValueError: the file is missing, damaged, or was made for a model with another vocabulary.
     """
 
     def __init__(self, path: str, vocabulary_size: int) -> None:
@@ -209,10 +215,11 @@ class FollowedCorpus:
         self.look()
 
     def look(self) -> None:
-        """Read what has changed since.
+        """Read the files again if they have changed since the last look.
 
         Raises:
-            ValueError: it can't be used, and all stays as it was; said again each AGAIN_S, until it can.
+            ValueError: a changed file can't be used; the attributes stay as they were. Calls raise it again each
+                AGAIN_S seconds until the file can be used.
         """
         path = delta_path(self.path)
         states = state_of(self.path), state_of(path)

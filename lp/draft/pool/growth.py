@@ -1,8 +1,13 @@
 """The pool's draft tree, grown best first: always by the token most likely to be accepted, as long as it pays.
 
-Among R ranks every rank grows its own share of it. First all of them grow the same small trunk. The tokens that may
-follow its nodes, and are not in it, are its open ends. In preorder they are divided into R blocks, and each rank grows
-from its block alone. A trunk node is computed by the rank in whose block it lies, and by those that need it.
+R ranks divide the tree, and each grows its own share:
+
+1. All ranks grow the same small tree, the trunk. They do not compute all of it.
+2. The tokens that may follow the trunk's nodes, but are not in it, are listed in preorder and divided into R blocks,
+   one for each rank. A trunk node belongs to a block, too.
+3. Each rank grows on from its own block alone. It computes the trunk nodes of its block, and their ancestors.
+
+`c` is the newest token of the text, the root of the tree. A node's choices are the tokens predicted to follow it.
 """
 
 from __future__ import annotations
@@ -14,66 +19,66 @@ from lp.draft.pool.mixture import MATCH, MAX_CHOICES, NOTHING_KNOWN, predict
 from lp.draft.pool.tables import fill_context_of_node
 from lp.draft.source import TokenPrice
 
-MIN_PROB = 1e-7  # of being accepted, below which no token enters the tree
-TRUNK_NODES = 16  # `c` included. Of 16 and 32, with S of 8 ranks x 64 tokens measured, the better
-ABSENT = -1
+MIN_PROB = 1e-7  # a token less likely to be accepted than this never enters the tree
+TRUNK_NODES = 16  # `c` included. Better than 32, by tokens per step measured on 8 ranks x 64 tokens
+ABSENT = -1  # place of a trunk node that the rank does not compute
 
 
 class GrowingTree(NamedTuple):
-    """Room for one tree; node 0 is `c`, the newest token of the text.
+    """A draft tree while it grows, in arrays that compiled functions fill; node 0 is `c`, the newest token of the text.
 
-    A node's choices are the tokens that were predicted behind it.
+    Each node has up to MAX_CHOICES choices: tokens predicted to follow it, which may become its children.
     """
 
     tokens: Any  # int64 (nodes,)
     parents: Any  # int64 (nodes,): -1 for node 0
     depths: Any  # int64 (nodes,): 0 for node 0
-    accept_probs: Any  # float64 (nodes,): of the node and all its ancestors
+    accept_probs: Any  # float64 (nodes,): probability that the node and all its ancestors are accepted
     level_0: Any  # int64 (nodes,): the column of window level 0 that it repeats, -1 for none
     column_0: Any  # int64 (nodes,): the level of window column 0 that it repeats, -1 for none
-    blocks: Any  # int64 (nodes,): of a trunk node, the rank in whose block it lies
+    blocks: Any  # int64 (nodes,): the rank whose block a trunk node belongs to
     places: Any  # int64 (nodes,): its index in `order`, ABSENT for a trunk node that the rank does not compute
     order: Any  # int64 (nodes,): the nodes that the rank computes, parents first
-    matches: Any  # int64 (nodes * MATCH,): what a corpus has of the text up to the node, see `Predictor.match`
-    num_choices: Any  # int64 (nodes,)
+    matches: Any  # int64 (nodes * MATCH,): the match of the text up to the node in a corpus, see `Predictor.match`
+    num_choices: Any  # int64 (nodes,): number of choices of the node
     best_choice: Any  # int64 (nodes,): index of the likeliest choice that is not in the tree yet
-    best_prob: Any  # float64 (nodes,): of that choice being accepted
-    choice_tokens: Any  # int64 (nodes * MAX_CHOICES,)
-    choice_probs: Any  # float64 (nodes * MAX_CHOICES,): behind the node; 0 for what is in the tree, or another rank's
+    best_prob: Any  # float64 (nodes,): probability that this choice is accepted with all nodes before it
+    choice_tokens: Any  # int64 (nodes * MAX_CHOICES,): token of each choice
+    choice_probs: Any  # float64 (nodes * MAX_CHOICES,): given the node; 0 once in the tree, or in another rank's block
 
 
 class StepInput(NamedTuple):
-    """What the tree of one step is grown from."""
+    """The text, the rank and its room: the input from which the draft tree of one step is grown."""
 
     text: Any  # int64: prompt and generated tokens
-    length: int  # of the text; its newest token, `c`, is the last one
+    length: int  # tokens of the text; the last one is `c`
     budget: int  # tokens that the tree may add to the rank's step
-    max_depth: int  # of the tree
-    level_0: Any  # int64: the window's drafts that the rank has, see WindowDrafts
+    max_depth: int  # most tokens of a path behind `c`
+    level_0: Any  # int64: the paths of the window that the rank computes anyway, see WindowDrafts
     column_0: Any  # int64
-    rank: int
-    rooms: Any  # int64 (R,): by rank, how many draft tokens it may have
+    rank: int  # the rank that grows its share
+    rooms: Any  # int64 (R,): most draft tokens of each rank
 
 
 class Proposal(NamedTuple):
-    """Room for what `propose` gives: a rank's share, and what all ranks have alike."""
+    """The result of `propose`, in arrays that compiled code fills: a rank's share of the draft tree, and the trunk."""
 
     tokens: Any  # int64 (nodes,)
-    parents: Any  # int64 (nodes,): -1 for `c`, which is none of the nodes
+    parents: Any  # int64 (nodes,): -1 for `c`, which is not listed itself
     accept_probs: Any  # float64 (nodes,)
     trunk_tokens: Any  # int64 (TRUNK_NODES,)
     trunk_parents: Any  # int64 (TRUNK_NODES,)
 
     @classmethod
     def room(cls, nodes: int) -> Proposal:
-        """Allocate room for a proposal whose share has at most so many nodes."""
+        """Allocate arrays for shares of at most `nodes` nodes."""
         ints = (compiled_zeros(size, "i8") for size in (nodes, nodes, TRUNK_NODES, TRUNK_NODES))
         tokens, parents, *trunk = ints
         return cls(tokens, parents, compiled_zeros(nodes, "f8"), *trunk)
 
 
 def new_tree(nodes: int) -> GrowingTree:
-    """Room for trees of so many nodes, and a trunk."""
+    """Allocate arrays for draft trees of at most `nodes` nodes besides a trunk."""
     dtypes = {"accept_probs": "f8", "best_prob": "f8", "choice_probs": "f8"}
     widths = {"choice_tokens": MAX_CHOICES, "choice_probs": MAX_CHOICES, "matches": MATCH}
     fields = GrowingTree._fields
@@ -83,9 +88,18 @@ def new_tree(nodes: int) -> GrowingTree:
 
 @jit
 def propose(tables, predictor, tree, proposal, step, price, free):
-    """Grow a rank's share; returns how many nodes it has, and how many the trunk has, without `c`.
+    """Grow one rank's share of a step's draft tree: with several ranks first the trunk, then the rank's own block.
 
-    `free` is a price of none, for the trunk: the step times of the rank's may know fewer tokens than a trunk has.
+    Args:
+        tables, predictor: Tables and Predictor, which tell the probable tokens.
+        tree: GrowingTree, overwritten.
+        proposal: Proposal, filled with the share and the trunk.
+        step: StepInput.
+        price: TokenPrice of the rank.
+        free: TokenPrice by which tokens cost nothing, for the trunk; the arrays of `price` may be too short for it.
+
+    Returns:
+        Number of nodes of the share, and of the trunk, both without `c`; the trunk has 0 on a single rank.
     """
     trunk = 0
     if len(step.rooms) > 1:
@@ -105,7 +119,7 @@ def propose(tables, predictor, tree, proposal, step, price, free):
 
 @jit
 def grow_trunk(tables, predictor, tree, step, price, free):
-    """Grow what all ranks have alike, whatever their windows and prices; returns its nodes."""
+    """Grow the trunk, the same on every rank whatever its window and price; returns its number of nodes, with `c`."""
     nothing = step.rooms[:0]
     alike = StepInput(
         text=step.text,
@@ -133,21 +147,20 @@ def grow_trunk(tables, predictor, tree, step, price, free):
 
 @jit
 def grow(tables, predictor, tree, trunk, step, price):
-    """Grow a tree behind `c`, or a rank's share of it behind a trunk.
+    """Grow a draft tree behind `c`, or a rank's share of it from a trunk: always add the likeliest choice.
 
-    A node that repeats a draft of the rank's window is free. The tree is cut where its probabilities less its price add
-    up to most, and ends where no larger one could pay.
+    A node that repeats a draft of the rank's window costs nothing. Growing ends where no larger tree could pay; of the
+    trees on the way, the one with the largest sum of accept probabilities less its price is taken.
 
     Args:
-        tables: Tables.
-        predictor: Predictor.
-        tree: GrowingTree, whose size bounds the tree as well.
-        trunk: nodes of the trunk, which `divide` has divided; 0 for none.
+        tables, predictor: Tables and Predictor, which tell the probable tokens.
+        tree: GrowingTree, whose length bounds the number of nodes as well.
+        trunk: number of nodes of the trunk that `tree` holds, divided by `divide`; 0: grow a new tree.
         step: StepInput.
         price: TokenPrice.
 
     Returns:
-        Nodes that the rank computes, the first of `order`, node 0 included.
+        Number of nodes that the rank computes, `c` included: the first entries of `tree.order`.
     """
     nodes = max(trunk, 1)
     base = price.base_tokens
@@ -231,7 +244,13 @@ def grow(tables, predictor, tree, trunk, step, price):
 
 @jit
 def divide(tree, trunk, step):
-    """Divide a tree, grown as a trunk: find every node's block, and drop the choices that are not in the rank's."""
+    """Divide a trunk among ranks in proportion to their rooms: set every node's block, and drop other ranks' choices.
+
+    Args:
+        tree: GrowingTree that holds the trunk.
+        trunk: its number of nodes.
+        step: StepInput, with the rank whose choices stay and the rooms of all ranks.
+    """
     ranks = len(step.rooms)
     room = 0
     for rank in range(ranks):
@@ -267,7 +286,7 @@ def divide(tree, trunk, step):
 
 @jit
 def add_best_choice(tables, predictor, tree, parent, node, step, price):
-    """Make the best choice behind `parent` the new node `node`."""
+    """Add a node to the tree: the likeliest choice of `parent` becomes node number `node`, and gets choices itself."""
     choice = tree.best_choice[parent]
     tree.tokens[node] = tree.choice_tokens[choice]
     tree.parents[node] = parent
@@ -283,7 +302,7 @@ def add_best_choice(tables, predictor, tree, parent, node, step, price):
 
 @jit
 def likeliest_trunk_node(tree, trunk, rank):
-    """The likeliest trunk node in the rank's block that it does not compute yet; 0 if there is none."""
+    """The likeliest trunk node of a rank's block that is not in its share yet; 0 if there is none."""
     best = 0
     for node in range(1, trunk):
         likelier = best == 0 or tree.accept_probs[node] > tree.accept_probs[best]
@@ -294,7 +313,7 @@ def likeliest_trunk_node(tree, trunk, rank):
 
 @jit
 def predict_choices(tables, predictor, tree, node, step, price):
-    """Predict what follows a node."""
+    """Fill in the choices of a node: the tokens that may follow it, with their probabilities given the node."""
     text, end = step.text, step.length
     context = predictor.context
     known = fill_context_of_node(context, tree.tokens, tree.parents, node, text, end, len(context.tokens))
@@ -319,7 +338,7 @@ def predict_choices(tables, predictor, tree, node, step, price):
 
 @jit
 def find_best_choice(tree, node):
-    """Find a node's likeliest choice that is not in the tree yet; of equals, the one voted for first."""
+    """Set a node's `best_choice` and `best_prob`: its likeliest choice that is not in the tree; the first of equals."""
     base = node * MAX_CHOICES
     best, prob = base, 0.0
     for choice in range(base, base + tree.num_choices[node]):
@@ -331,7 +350,7 @@ def find_best_choice(tree, node):
 
 @jit
 def likeliest_parent(tree, nodes):
-    """The node whose best choice is likeliest to be accepted; of equals, the first."""
+    """Among the first `nodes` nodes, the one whose best choice is likeliest to be accepted; the first of equals."""
     parent = 0
     for node in range(1, nodes):
         if tree.best_prob[node] > tree.best_prob[parent]:
@@ -341,5 +360,14 @@ def likeliest_parent(tree, nodes):
 
 @jit
 def repeats(drafts, at, token):
-    """Where a child with this token stands in a path of the window's drafts, on which its parent is at `at`; or -1."""
+    """Whether a child repeats a draft of the window, which a rank computes anyway.
+
+    Args:
+        drafts: token ids of a path of the window, `c` first.
+        at: index of the child's parent on this path; -1 if it is not on it.
+        token: the child's token id.
+
+    Returns:
+        Index of the child on the path; -1 if it is not on it.
+    """
     return at + 1 if 0 <= at < len(drafts) - 1 and drafts[at + 1] == token else -1

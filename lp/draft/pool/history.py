@@ -1,8 +1,8 @@
-"""A history: texts that were generated before, in indexes that find where the end of a text came in them.
+"""A history: texts that were generated before, indexed so that new texts can be drafted from them.
 
-The index of most texts is made anew in a thread of its own as texts come; a small one, of the newest texts, is made
-where a text begins. When each takes the other's place follows from the texts alone: so it does on every rank alike,
-whichever is faster.
+There are two indexes. The large one, of most texts, is made again in a background thread whenever enough new texts have
+come. The small one, of the newest texts, is made when a text begins. The number of tokens alone decides when a new
+large index is taken into use, so all ranks do it at the same text, whichever thread is faster.
 """
 
 from __future__ import annotations
@@ -18,23 +18,25 @@ from lp.draft.pool.corpus import MAX_MATCH
 from lp.draft.pool.corpus_file import UNLISTED, new_file
 from lp.draft.pool.history_file import HistoryFile, newest
 
-MOST_TOKENS = 1 << 20  # of a history; the oldest texts leave
-RECENT_TOKENS = 1 << 13  # after so many new ones the large index is made anew
+MOST_TOKENS = 1 << 20  # tokens of a history; beyond them the oldest texts are forgotten
+RECENT_TOKENS = 1 << 13  # new tokens after which the large index is made again
 
 
 class History:
-    """Texts that were generated before, for the pools of texts to come.
+    """Remembers generated texts and indexes them, so that the pools of later texts can draft from them.
+
+    Every rank has a history with the same texts; rank 0 also writes them to a file.
 
     Args:
-        vocabulary_size: V.
-        texts: tokens of each text that there has been, int32, the oldest first.
-        file: where this rank writes each text; None on the other ranks.
-        thread: makes the large indexes.
-        most_tokens: tokens of the newest texts that stay.
-        recent_tokens: after so many new ones the large index is made anew.
+        vocabulary_size: V of the model.
+        texts: token ids of the texts so far, int32, the oldest first.
+        file: file to which each new text is appended; None on all ranks but 0.
+        thread: makes the large indexes in the background; None: a thread of its own.
+        most_tokens: most tokens to remember; beyond them the oldest texts are forgotten.
+        recent_tokens: number of new tokens after which the large index is made again.
 
     Attributes:
-        digest: stands for all texts and whether they have an index; ranks compare it.
+        digest: digest of all texts, and of indexes that could not be made; ranks compare it before a text.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class History:
         self._texts = [*texts]
         self.digest = chain_digest(0, *self._texts)
         self._large = self._index(self._texts)
-        self._small: np.ndarray | None = None  # to be made where it is needed
+        self._small: np.ndarray | None = None  # made when a text needs it
         self._recent: list[np.ndarray] = []  # texts that the large index lacks
         self._next_lacks: list[np.ndarray] = []  # texts that the next large one will lack
         self._next: Future[np.ndarray | None] | None = None
@@ -61,7 +63,10 @@ class History:
 
     @property
     def indexes(self) -> list[np.ndarray]:
-        """Arrays of corpora that together have all texts, the newest first."""
+        """The indexes to draft the next text from, at most two: the one of the newest texts first, then the large one.
+
+        Each is the int64 array of a corpus (see `lp.draft.pool.corpus_file`). Together they have all texts.
+        """
         if self._small is None and self._recent:
             self._small = self._index(self._recent)
         return [index for index in (self._small, self._large) if index is not None]
@@ -70,8 +75,9 @@ class History:
         """Remember a text that has ended; every rank adds the same texts in the same order.
 
         Args:
-            prompt: what stood before it, of which the end is remembered too: what the text's first tokens follow.
-            tokens: what was generated.
+            prompt: token ids of the prompt; its last MAX_MATCH tokens are remembered as what the text's beginning
+                follows.
+            tokens: token ids that were generated; if there are none, nothing is remembered.
         """
         if not tokens:
             return
@@ -90,7 +96,7 @@ class History:
             self._renew()
 
     def _renew(self) -> None:
-        """Take the large index that was begun at the last renewal, and begin one of all texts."""
+        """Use the large index that was begun at the last renewal, and begin the next, of all texts, in the thread."""
         if self._next is not None:
             self._large = self._made(self._next)
             self._recent = self._next_lacks
@@ -99,9 +105,9 @@ class History:
         self._next_lacks = []
 
     def _made(self, index: Future[np.ndarray | None]) -> np.ndarray | None:
-        """An index that the thread has made; None where it could not, until the next renewal: no text must fail for it.
+        """Wait for a large index; None if it could not be made: older texts then draft nothing until the next renewal.
 
-        Ranks that have the index are told of one that has not, by the digest.
+        In that case the digest changes too, so that ranks which have the index notice.
         """
         try:
             return index.result()
@@ -111,5 +117,5 @@ class History:
             return None
 
     def _index(self, texts: Sequence[np.ndarray]) -> np.ndarray | None:
-        """The corpus of some texts; None for no text."""
+        """Index some texts, as the array of a corpus; None if there are no texts."""
         return new_file(self._vocabulary_size, texts, UNLISTED) if texts else None

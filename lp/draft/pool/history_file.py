@@ -1,4 +1,4 @@
-"""The file of a history: texts that were generated, the newest last; rank 0 appends each as it ends.
+"""The file of a history: generated texts, the newest last; rank 0 appends each text when it is finished.
 
 The file is MARK and V, both int64, then a record a text: its number of tokens (int64), their digest (int64), and the
 tokens (int32), all little-endian. A record is one write. A process that was killed in it leaves a record that is cut
@@ -26,16 +26,16 @@ HEAD = 16  # bytes before the first record, and before the tokens of each
 
 
 class HistoryFile:
-    """Keeps the texts of one history on disk; one decoder at a time has it, as long as this object is there.
+    """Keeps the texts of one history on disk; the file is locked for other decoders as long as this object is open.
 
     Args:
-        path: names the file, which is made where there is none.
+        path: path of the file, which is made if it is missing.
         vocabulary_size: V of the model.
-        most_tokens: tokens of the newest texts that stay; older ones leave once there are twice as many.
+        most_tokens: tokens of the newest texts to keep; older ones are removed when there are more than twice as many.
 
     Raises:
-        ValueError: another decoder has the file; it is no history, one of another model, or one that is damaged
-            elsewhere than at its end; or it can't be read or written.
+        ValueError: another decoder has the file open; it is no history, or that of a model with another vocabulary; it
+            is damaged elsewhere than at its end; or it can't be read or written.
     """
 
     def __init__(self, path: str, vocabulary_size: int, most_tokens: int) -> None:
@@ -64,16 +64,19 @@ class HistoryFile:
         self._tokens = sum(map(len, texts))
 
     def texts(self) -> list[np.ndarray]:
-        """The newest texts of the file, int32, the oldest first, at most `most_tokens` tokens in all."""
+        """Read the texts to remember: token ids, int32, the oldest first, at most `most_tokens` in all."""
         assert self._file is not None
         texts, _ = _texts_of(_read(self._file), self.path, self._vocabulary_size)
         return newest(texts, self.most_tokens)
 
     def append(self, text: Sequence[int] | np.ndarray) -> None:
-        """Add a text that has ended; the oldest leave where there are too many.
+        """Write a finished text to the end of the file; if the file is too long, remove its oldest texts.
+
+        Args:
+            text: token ids.
 
         Raises:
-            OSError: nothing was written; the file is as it was.
+            OSError: the disk is full, for example; nothing was written, and the file is as it was.
         """
         assert self._file is not None
         _write(self._file, _record(text))
@@ -86,7 +89,7 @@ class HistoryFile:
                 warnings.warn(f"the oldest texts of history {self.path!r} stay: {error}", stacklevel=2)
 
     def close(self) -> None:
-        """Let another decoder have it."""
+        """Close and unlock the file, so that another decoder can open it."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -95,7 +98,7 @@ class HistoryFile:
         self.close()
 
     def _leave_out_oldest(self) -> None:
-        """Write the newest texts to a new file, which takes the old one's place."""
+        """Write the newest texts to a new file, and replace the old one by it."""
         kept = self.texts()
         part = Path(f"{self.path}.{os.getpid()}.part")
         part.unlink(missing_ok=True)  # of a process that had this number and was killed
@@ -113,7 +116,7 @@ class HistoryFile:
 
 
 def newest(texts: list[np.ndarray], most_tokens: int) -> list[np.ndarray]:
-    """The newest of these texts, at most so many tokens in all."""
+    """The last of these texts, as many as have at most `most_tokens` tokens together; the oldest first, as given."""
     total, first = 0, len(texts)
     while first and total + len(texts[first - 1]) <= most_tokens:
         first -= 1
@@ -122,15 +125,15 @@ def newest(texts: list[np.ndarray], most_tokens: int) -> list[np.ndarray]:
 
 
 def _appending(path: str | Path) -> FileIO:
-    """A file that this user alone may read, and that grows at its end."""
+    """Open a file for appending, made readable for this user alone if it is missing."""
     return FileIO(path, "a+", opener=partial(os.open, mode=0o600))
 
 
 def _opened(path: str) -> FileIO:
-    """The file, locked.
+    """Open a history file and lock it.
 
     Raises:
-        ValueError: it is in use.
+        ValueError: another decoder has it open.
     """
     while True:
         file = _appending(path)
@@ -148,7 +151,7 @@ def _read(file: FileIO) -> bytes:
 
 
 def _write(file: FileIO, data: bytes) -> None:
-    """Append all of this, or nothing: what a full disk has cut off would hide the records behind it."""
+    """Append all of the data or nothing: a record cut off by a full disk would make later ones unreadable."""
     size = file.seek(0, os.SEEK_END)
     try:
         written = file.write(data)
@@ -169,10 +172,10 @@ def _record(text: Sequence[int] | np.ndarray) -> bytes:
 
 
 def _texts_of(data: bytes, path: str, vocabulary_size: int) -> tuple[list[np.ndarray], int]:
-    """The texts of a file, and how many of its bytes are whole.
+    """Parse a file: its texts, and how many of its first bytes are whole records.
 
     Raises:
-        ValueError: see HistoryFile.
+        ValueError: it is no history of this model, or is damaged elsewhere than at its end.
     """
     remedy = "give another file, or move this one away"
     header = _header(vocabulary_size)

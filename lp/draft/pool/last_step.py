@@ -1,7 +1,11 @@
-"""What the last step sampled, found by context, until it is merged into the pool.
+"""A small index of the last step's samples, searched by context until they are merged into the pool's tables.
 
-Merging takes longer than all else that is learned from a step. On a device that runs beside the host it is done while
-the next step is computed. The proposal before it looks here first, and finds what it would find in the merged pool.
+Merging takes longer than all else that is learned from a step. Where a GPU computes beside the host, it is done while
+the next step is computed. The draft tree of that step is proposed before: it looks here first, and finds the same as in
+merged tables.
+
+A guess is a token that some node sampled for a position of the text. Its order is the number of tokens before it that
+are known to match.
 
 n: nodes, at most; M: followers of a context.
 """
@@ -27,22 +31,22 @@ NO_SAMPLES = Samples(
 
 
 class LastStep(NamedTuple):
-    """The nodes of a step, listed by their tokens and by their depths; none where `counts` says so."""
+    """The samples of a step that is not merged yet, listed by token and by depth; empty if `counts[0]` is 0."""
 
-    counts: Any  # int64 (2,): nodes, and tokens of `before`
+    counts: Any  # int64 (2,): number of nodes, and of tokens in `before`
     samples: Samples
     before: Any  # int64 (MAX_LOGITS_ORDER,): the text's tokens before node 0, the newest first
-    newest: Any  # int64 (power of 2,): the newest node of the tokens that have this index; -1 for none
-    older: Any  # int64 (n,): the next older one of the same index; -1 for none
-    newest_at: Any  # int64 (n,): the newest node of a depth; -1 for none
-    guesses_at: Any  # int64 (n * M,): of a depth, the tokens + 1 that its nodes sampled, the newest first; 0 is none
-    # What was found for one context.
-    nodes: Any  # int64 (MAX_LOGITS_ORDER + 1,): by order, whose logits; -1 for none
-    guesses: Any  # int64 ((MAX_GUESS_ORDER + 1) * M,): by order, guesses + 1; 0 is none
+    newest: Any  # int64 (power of 2,): by the low bits of a token, the last node that has such a token; -1 for none
+    older: Any  # int64 (n,): by node, the node before it with the same low bits; -1 for none
+    newest_at: Any  # int64 (n,): by depth, the last node there; -1 for none
+    guesses_at: Any  # int64 (n * M,): by depth, tokens + 1 that its nodes sampled, the newest first; 0 is none
+    # The result of `search_step`.
+    nodes: Any  # int64 (MAX_LOGITS_ORDER + 1,): by order, the node whose logits to use; -1 for none
+    guesses: Any  # int64 ((MAX_GUESS_ORDER + 1) * M,): by order, guessed tokens + 1, the newest first; 0 is none
 
 
 def new_last_step(nodes: int) -> LastStep:
-    """Allocate room for the last step of so many nodes."""
+    """Allocate an empty index for steps of at most `nodes` nodes."""
     return LastStep(
         counts=compiled_zeros(2, "i8"),
         samples=NO_SAMPLES,
@@ -58,7 +62,13 @@ def new_last_step(nodes: int) -> LastStep:
 
 @jit
 def index_step(step, text, end):
-    """List the nodes of a step behind the text up to `end`."""
+    """Index the samples of a step, so that `search_step` finds them.
+
+    Args:
+        step: LastStep with the samples; its lists are overwritten.
+        text: int64, token ids.
+        end: length of the text before the step; its last token is the step's node 0.
+    """
     samples = step.samples
     nodes = len(samples.tokens)
     step.counts[0] = nodes
@@ -93,7 +103,14 @@ def index_step(step, text, end):
 
 @jit
 def search_step(step, context, known, position):
-    """Find the nodes with the newest `known` tokens of the context, and what they guessed for a position."""
+    """Find logits and guesses of the last step for a context; fills `step.nodes` and `step.guesses`.
+
+    Args:
+        step: LastStep that `index_step` has filled; an empty one finds nothing.
+        context: Context of the tokens before the position.
+        known: number of its newest tokens that are filled in.
+        position: position in the text of the token to predict.
+    """
     for order in range(MAX_LOGITS_ORDER + 1):
         step.nodes[order] = -1
     for index in range(len(step.guesses)):
@@ -122,7 +139,14 @@ def search_step(step, context, known, position):
 
 @jit
 def tokens_alike(step, context, most, node):
-    """How many of the newest tokens up to a node are those of the context."""
+    """How many tokens, counted back from a node of the last step, equal the newest tokens of a context.
+
+    Args:
+        step: LastStep.
+        context: Context, the newest token first.
+        most: tokens to compare, at most.
+        node: index of the node.
+    """
     samples = step.samples
     alike = 0
     while alike < most and node > 0 and samples.tokens[node] == context.tokens[alike]:
@@ -139,7 +163,13 @@ def tokens_alike(step, context, most, node):
 
 @jit
 def add_older_guess(guesses, first, guess):
-    """Append a guess to a list of M, unless it is in it or there is no room."""
+    """Append a guess to one of the lists of M in `guesses`, unless the list has it already or is full.
+
+    Args:
+        guesses: int64, lists of M tokens + 1; 0 is none.
+        first: index at which the list begins.
+        guess: token + 1.
+    """
     for index in range(first, first + M):
         if guesses[index] == guess:
             return
@@ -150,6 +180,6 @@ def add_older_guess(guesses, first, guess):
 
 @jit
 def logits_of_node(step, node, k):
-    """The k-th best token of a node, and its logit."""
+    """The token with the k-th largest logit at a node of the last step (k from 0), and this logit."""
     at = 2 * (step.samples.starts[node] + k)
     return step.samples.top_tokens[at + TOKEN], step.samples.top_logits[at + LOGIT]

@@ -1,10 +1,14 @@
-"""The mixture behind the pool: which tokens may follow a context, each with a probability that is learned online.
+"""The pool's predictor: which tokens may follow a context, each with a probability, by a model that is trained online.
 
-Every entry that knows the context votes for tokens. A vote is a feature (kind of memory, order of the context, rank of
-the token there, how sure); one more vote of every token says which kinds voted for it together. A token's score is the
-sum of its features' weights. softmax over the tokens voted for, and over "none of them", is their probability. Every
-token of the text then moves the weights along the gradient of its log probability (a maximum-entropy model, trained
-online by Adagrad).
+A context is the newest tokens of a text; its order is their number. There are several kinds of memory: n-grams of the
+text, of the window, guesses for a position, top-k logits, model n-grams, and corpora.
+
+1. Every entry of a memory that matches the context votes for tokens. A vote is a feature: kind of memory, order, rank
+   of the token in the entry, how sure. One more feature of each token says which kinds of memory voted for it.
+2. A token's score is the sum of the weights of its features. A softmax over the scores of all tokens voted for, and
+   that of "none of them", gives the probabilities.
+3. Every new token of the text moves the weights along the gradient of its log probability (a maximum-entropy model,
+   trained by Adagrad).
 
 All arithmetic is of integers and of + - * / on doubles in a fixed order, logarithm and exponential included: ranks on
 unlike processors compute the same bits.
@@ -64,16 +68,16 @@ from lp.draft.pool.tables import (
 from lp.sampling.noise import BELOW_1, sequence_key
 from lp.sampling.top_logits import LOGIT, TOKEN
 
-MAX_INDEXES = MAX_CORPORA + 3  # corpora, their delta, a history's two: compiled functions take as many, there or not
+MAX_INDEXES = MAX_CORPORA + 3  # corpora, their delta, a history's two: compiled functions take exactly so many
 MAX_CHOICES = 32  # tokens voted for behind one context
-# The contexts that are looked up, by kind and order. A window n-gram has at least one token, so its order 0 is not
-# used: it is the last of the text's.
+# Numbers of the contexts that are looked up: one for each kind of memory and order. Window n-grams have no order 0,
+# so that number is the last of the text's.
 TEXT_AT = 0
 WINDOW_AT = len(ORDERS) - 1
 GUESS_AT = WINDOW_AT + MAX_GUESS_ORDER + 1
 LOGITS_AT = GUESS_AT + MAX_GUESS_ORDER + 1
 NUM_CONTEXTS = LOGITS_AT + MAX_LOGITS_ORDER + 1
-THRESHOLDS = (0.25, 0.75, 1.5, 3.0, 5.0)  # of a gap between two logits
+THRESHOLDS = (0.25, 0.75, 1.5, 3.0, 5.0)  # limits between the GAPS classes of the gap between two logits
 GAPS = len(THRESHOLDS) + 1
 # Where the features of each kind begin.
 TEXT_0 = 0
@@ -82,33 +86,37 @@ GUESS_0 = WINDOW_0 + 2 * M
 LOGITS_0 = GUESS_0 + 3 * M
 NONE_0 = LOGITS_0 + 4 * 2 * 4 * GAPS
 MODEL_0 = NONE_0 + (len(ORDERS) + 1) * 5
-MODEL_NONE_0 = MODEL_0 + MAX_LOGITS_ORDER * 2 * 4 * GAPS  # of "none of them", where model n-grams vote
+MODEL_NONE_0 = MODEL_0 + MAX_LOGITS_ORDER * 2 * 4 * GAPS  # features of "none of them", where model n-grams vote
 TOGETHER_0 = MODEL_NONE_0 + MAX_LOGITS_ORDER * (MAX_LOGITS_ORDER + 1) * (len(ORDERS) + 1)
-# What kinds say together, by the level of each one's vote, as `feature_levels` has it; level 0 is no vote.
+# Features of the kinds of memory that voted for a token, by the level of each one's vote (`feature_levels`); level 0 is
+# no vote.
 CORPUS_KIND, TEXT_KIND, GUESS_KIND, LOGITS_KIND, MODEL_KIND = range(5)
 LEVELS = (4, 4, 3, 5, 5)
 KINDS = len(LEVELS)
 CORPUS_0 = TOGETHER_0 + math.prod(LEVELS)
-LENGTHS = (3, 4, 5, 7, 10, 16, 32)  # of a match, from which on it counts as longer
-ROWS = (2, 4, 10)  # of a match, from which on it counts as more
-SHARES = 6  # of its rows that have a follower, as `share_bucket` has it
+LENGTHS = (3, 4, 5, 7, 10, 16, 32)  # limits between the classes of a match by its length
+ROWS = (2, 4, 10)  # limits between the classes of a match by its number of rows
+SHARES = 6  # classes of a follower by its share of the match's rows, see `share_bucket`
 CORPUS_NONE_0 = CORPUS_0 + (len(LENGTHS) + 1) * (len(ROWS) + 1) * SHARES  # of "none of them", where a corpus votes
 FEATURES = CORPUS_NONE_0 + (len(LENGTHS) + 1) * (len(ROWS) + 1)
-# What is known of a match: which corpus has it, its length, and the place of its one row; -1 where it has several.
+# A match in a corpus, as three numbers: index of the corpus, length, place of its row, or -1 if it has several.
 MATCH_CORPUS, MATCH_LENGTH, MATCH_PLACE = range(3)
 MATCH = 3
-NOTHING_KNOWN = (0, MAX_MATCH, -1)  # of a context without its newest token
-LEARNING_RATE = 0.3  # of Adagrad
+NOTHING_KNOWN = (0, MAX_MATCH, -1)  # such a match if nothing is known of the context without its newest token
+LEARNING_RATE = 0.3  # learning rate of Adagrad
 FAR = 10.0  # logits this far behind the best get no vote
 
 
 def feature_levels() -> np.ndarray:
-    """What a vote counts for where kinds vote together, int64 (FEATURES,): kind + KINDS * level; 0 for nothing.
+    """How sure each feature is of its token, as a level, for the vote about which kinds of memory agree.
 
     Text n-grams have level 1, 2 or 3 for contexts of 1, of 2 to 3 and of more tokens; guesses 1 for their position
     alone and 2 behind a context; logits and model n-grams 4, 3 and 2 for the three best tokens, 1 for the others. A
     corpus has level 1 for what fewer than half of a match's rows have, or a match of 2 or 3 tokens; else 2, and from 7
     tokens on 3.
+
+    Returns:
+        int64 (FEATURES,), kind of memory + KINDS * level; 0 for features that do not count.
     """
     found = np.zeros(FEATURES, np.int64)
     of_match, share = np.divmod(np.arange(CORPUS_NONE_0 - CORPUS_0), SHARES)
@@ -127,30 +135,30 @@ def feature_levels() -> np.ndarray:
 
 
 class Predictor(NamedTuple):
-    """What the predictions of one call depend on besides the tables, and room for one of them."""
+    """All that one text's predictions need besides the tables, and the newest prediction, for compiled functions."""
 
     sources: int  # bit 1 << kind for each kind of memory that votes
-    noise_key: Any  # uint64: of the sampler's noise
-    noisy: bool  # logits vote under that noise
+    noise_key: Any  # uint64: key of the sampler's noise
+    noisy: bool  # whether that noise is added to logits before they vote
     context: Context
-    keys: Any  # uint64 (NUM_CONTEXTS,): of the contexts that may vote, 0 for one that may not
-    entries: Any  # int64 (NUM_CONTEXTS + 1,): where they are, -1 for nowhere
-    last_step: LastStep  # what is not in the tables yet
-    model_ngrams: ModelNgrams  # which vote where they know a longer context than the logits
-    temperature: float  # of the sampler, by which their logits are divided
-    num_corpora: int  # how many of the next are there
-    corpora: Any  # MAX_INDEXES times Corpus, of which the one with the longest match votes
-    match: Any  # int64 (MATCH,): what a corpus has of the context that was looked up last
-    before: Any  # int64 (MATCH,): what it has of the next context without its newest token
-    followers: Any  # int64 (SAMPLED,): of a match
-    follower_counts: Any  # int64 (SAMPLED,)
-    votes: Any  # int64 (2 * most votes,): (token's index, feature)
-    tokens: Any  # int64 (MAX_CHOICES,): voted for
-    scores: Any  # float64 (MAX_CHOICES + 1,): then probabilities; the last is "none of them"
+    keys: Any  # uint64 (NUM_CONTEXTS,): key of every context that may vote, 0 for one that may not
+    entries: Any  # int64 (NUM_CONTEXTS + 1,): their entries in the tables, -1 for none; the last has no meaning
+    last_step: LastStep  # samples that are not in the tables yet
+    model_ngrams: ModelNgrams  # they vote where they know a longer context than the logits do
+    temperature: float  # temperature of the sampler, by which logits of model n-grams are divided
+    num_corpora: int  # how many of `corpora` are used
+    corpora: Any  # tuple of MAX_INDEXES Corpus; the one with the longest match votes
+    match: Any  # int64 (MATCH,): the match of the context that was looked up last
+    before: Any  # int64 (MATCH,): the match of the next context without its newest token
+    followers: Any  # int64 (SAMPLED,): tokens that followed a match
+    follower_counts: Any  # int64 (SAMPLED,): how often each did
+    votes: Any  # int64 (2 * most votes,): index of the token in `tokens`, feature, in turn
+    tokens: Any  # int64 (MAX_CHOICES,): the tokens voted for
+    scores: Any  # float64 (MAX_CHOICES + 1,): scores of these, later probabilities; behind them "none of them"
     feature_levels: Any  # int64 (FEATURES,), see `feature_levels`
-    levels: Any  # int64 (MAX_CHOICES * KINDS,): of each token's votes, by kind
-    logits_tokens: Any  # int64 (most logits,): of the logits that vote
-    noisy_logits: Any  # float64 (most logits,)
+    levels: Any  # int64 (MAX_CHOICES * KINDS,): highest level of each token's votes, by kind of memory
+    logits_tokens: Any  # int64 (most logits,): tokens of the logits that vote
+    noisy_logits: Any  # float64 (most logits,): these logits, with noise where `noisy`
 
 
 def new_predictor(
@@ -161,12 +169,15 @@ def new_predictor(
     temperature: float = 1.0,
     corpora: Sequence[Corpus] = (),
 ) -> Predictor:
-    """Predictions from K logits, from these kinds of memory, under the noise of a (seed, sequence) or none.
+    """Make the predictor of one text.
 
     Args:
-        model_ngrams: a file's array; None: none.
-        temperature: the sampler's temperature.
-        corpora: at most MAX_INDEXES; of those with a match of one length, the first votes.
+        num_logits: K, logits of an entry of the tables; 0: logits do not vote.
+        sources: bit 1 << kind for each kind of memory that votes: TEXT, WINDOW, GUESS, LOGITS.
+        noise: (seed, sequence number) of the sampler's noise, added to logits; None: no noise.
+        model_ngrams: the array of a file of model n-grams; None: none.
+        temperature: temperature of the sampler.
+        corpora: at most MAX_INDEXES corpora, the most important first: of equally long matches the first one votes.
     """
     of_model = ModelNgrams.of(model_ngrams)
     votes = 2 * (len(ORDERS) * M + 6 * M + num_logits + of_model.num_logits + MAX_CHOICES + 2)
@@ -199,23 +210,34 @@ def new_predictor(
 
 @jit
 def uniform(bits):
-    """The number in (0, 1) that 64 random bits stand for, as lp.sampling.noise has it: never 1, whatever is set."""
+    """Make a number in (0, 1) of 64 random bits, the same as `lp.sampling.noise` makes; never 0 or 1."""
     return min((float(bits >> S11) + 0.5) * 2.0**-53, BELOW_1)
 
 
 @jit
 def gumbel(key, token):
-    """The noise that lp.sampling.noise gives this token at the key's position."""
+    """The Gumbel noise that the sampler adds to a token's logit (see `lp.sampling.noise`).
+
+    Args:
+        key: uint64, key of the noise at one position of the text.
+        token: token id.
+    """
     bits = mix((U64(token + 1) * GOLDEN + key) & MASK)
     return -log(-log(uniform(bits)))
 
 
 @jit
 def look_up(tables, predictor, known, position):
-    """Find every context of the newest `known` tokens that may vote.
+    """Find the entries of all contexts that may vote; fills `predictor.keys` and `predictor.entries`.
 
-    Memory answers many questions as fast as one where none waits for another: first a key of every bucket is read,
-    then the entries are found and a follower of each is read.
+    Reads from memory overlap if none waits for the result of another. So first a key of every bucket is read, then the
+    entries are found, and a follower of each is read.
+
+    Args:
+        tables: Tables.
+        predictor: Predictor, whose context is hashed.
+        known: number of tokens of the context.
+        position: the position to predict, as `text_position` gives it.
     """
     context, keys, entries, sources = predictor.context, predictor.keys, predictor.entries, predictor.sources
     for index in range(NUM_CONTEXTS):
@@ -246,7 +268,17 @@ def look_up(tables, predictor, known, position):
 
 @jit
 def vote(tables, predictor, choices, votes, token, feature):
-    """Count a vote; returns how many tokens and votes there are."""
+    """Record one vote: adds the feature's weight to the token's score. Beyond MAX_CHOICES tokens it is dropped.
+
+    Args:
+        tables, predictor: Tables and Predictor.
+        choices, votes: number of tokens and of votes so far.
+        token: token id that is voted for.
+        feature: number of the feature.
+
+    Returns:
+        Number of tokens and of votes now.
+    """
     index = choices
     for choice in range(choices):  # to the end: no branch for the processor to guess
         index = choice if predictor.tokens[choice] == token else index
@@ -264,7 +296,17 @@ def vote(tables, predictor, choices, votes, token, feature):
 
 @jit
 def vote_followers(tables, predictor, choices, votes, entry, feature):
-    """Votes for a context's followers by rank alone."""
+    """Let an entry of the tables vote for its followers, with a feature that depends on their rank alone.
+
+    Args:
+        tables, predictor: Tables and Predictor.
+        choices, votes: number of tokens and of votes so far.
+        entry: the entry; -1: no votes.
+        feature: feature of the first follower; the next ones follow.
+
+    Returns:
+        Number of tokens and of votes now.
+    """
     if entry >= 0:
         for rank in range(M):
             follower = tables.followers[entry * M + rank]
@@ -276,7 +318,17 @@ def vote_followers(tables, predictor, choices, votes, entry, feature):
 
 @jit
 def vote_guesses(tables, predictor, choices, votes, order, feature):
-    """Votes of the guesses for a position, the last step's first, each token once."""
+    """Let the tokens vote that were sampled for this position before, those of the last step first, each token once.
+
+    Args:
+        tables, predictor: Tables and Predictor.
+        choices, votes: number of tokens and of votes so far.
+        order: number of tokens before the position that have to match.
+        feature: feature of the first guess; the next ones follow.
+
+    Returns:
+        Number of tokens and of votes now.
+    """
     guesses, entry = predictor.last_step.guesses, predictor.entries[GUESS_AT + order]
     if entry >= 0:
         for older in range(entry * M, entry * M + M):
@@ -293,10 +345,14 @@ def vote_guesses(tables, predictor, choices, votes, order, feature):
 
 @jit
 def vote_text(tables, predictor, choices, votes):
-    """Votes of the text's n-grams, by order, rank, count, and whether the context had one follower only.
+    """Let the text's n-grams vote, with features by order, rank, count, and whether there is only one follower.
+
+    Args:
+        tables, predictor: Tables and Predictor.
+        choices, votes: number of tokens and of votes so far.
 
     Returns:
-        How many orders are known, and how many tokens and votes there are.
+        Number of orders that have an entry, and number of tokens and of votes now.
     """
     matched = 0
     for index in range(len(ORDERS)):
@@ -318,17 +374,22 @@ def vote_text(tables, predictor, choices, votes):
 
 @jit_called
 def search_corpora(corpora, num_corpora, recent, known, before, match, followers, counts):
-    """Find the longest run of the newest tokens that a corpus has, and count what followed it there.
+    """Find the longest run of newest tokens that occurs in any corpus, and count which tokens followed it there.
 
-    Where the run without its newest token has one place, and that token followed there, it has this place too.
+    If the match of the context before had a single place, and the newest token follows there, nothing is searched: the
+    place behind it is the match.
 
     Args:
-        corpora: MAX_INDEXES times Corpus, of which the first `num_corpora` are searched.
-        recent: the newest tokens, the newest first, of which there are `known`.
-        before, match, followers, counts: fields of a Predictor, the last three of which get what is found.
+        corpora: tuple of MAX_INDEXES Corpus.
+        num_corpora: how many of these, the first, are searched.
+        recent: int64, the newest tokens of the text, the newest first.
+        known: number of these tokens.
+        before: int64 (MATCH,), the match of the context without its newest token.
+        match: int64 (MATCH,), filled with the match.
+        followers, counts: int64 (SAMPLED,), filled with the distinct followers and how often each was counted.
 
     Returns:
-        How many followers there are, 0 for no match, and how many rows of the match were counted.
+        Number of distinct followers, 0 if there is no match; and number of rows of the match that were counted.
     """
     most = min(before[MATCH_LENGTH] + 1, MAX_MATCH)
     corpus, place = corpora[before[MATCH_CORPUS]], before[MATCH_PLACE]
@@ -361,10 +422,15 @@ def search_corpora(corpora, num_corpora, recent, known, before, match, followers
 
 @jit
 def vote_corpora(tables, predictor, known, choices, votes):
-    """Votes of the corpus that has the longest run of the newest tokens, by its length, its rows and their shares.
+    """Let the corpus with the longest match vote, with features by the match's length, rows, and a follower's share.
+
+    Args:
+        tables, predictor: Tables and Predictor.
+        known: number of tokens of the context.
+        choices, votes: number of tokens and of votes so far.
 
     Returns:
-        The feature of "none of them", -1 where no corpus has a match, and how many tokens and votes there are.
+        Feature for "none of them", -1 if no corpus has a match; and number of tokens and of votes now.
     """
     recent, before, match = predictor.context.tokens, predictor.before, predictor.match
     followers, counts = predictor.followers, predictor.follower_counts
@@ -386,7 +452,7 @@ def vote_corpora(tables, predictor, known, choices, votes):
 
 @jit
 def bucket_of(value, limits):
-    """How many of these limits a value reaches."""
+    """Number of the class of a value: how many of the ascending limits it reaches, 0 to len(limits)."""
     reached = 0
     while reached < len(limits) and value >= limits[reached]:
         reached += 1
@@ -395,7 +461,12 @@ def bucket_of(value, limits):
 
 @jit
 def share_bucket(count, rows):
-    """Which of the SHARES: below 1/10, 1/4, 1/2, 4/5 of the rows, below all, all."""
+    """Class 0 to 5 of a follower's share of a match's rows: below 1/10, 1/4, 1/2, 4/5, below all, all.
+
+    Args:
+        count: rows with this follower.
+        rows: all rows that were counted.
+    """
     if count == rows:
         return 5
     if 2 * count < rows:
@@ -405,6 +476,7 @@ def share_bucket(count, rows):
 
 @jit
 def gap_bucket(gap):
+    """Class of the gap between two logits, 0 to GAPS - 1: how many of THRESHOLDS it reaches."""
     bucket = 0
     while bucket < GAPS - 1 and gap >= THRESHOLDS[bucket]:
         bucket += 1
@@ -413,10 +485,16 @@ def gap_bucket(gap):
 
 @jit
 def vote_logits(tables, predictor, position, key, choices, votes):
-    """Votes of the logits last seen behind the longest known context, under the noise of this position.
+    """Let the top-k logits vote that were last computed behind the longest matching context, with the sampler's noise.
+
+    Args:
+        tables, predictor: Tables and Predictor, in which the context was looked up.
+        position: the position to predict, as `text_position` gives it.
+        key: uint64, key of the sampler's noise at this position.
+        choices, votes: number of tokens and of votes so far.
 
     Returns:
-        The order of that context, -1 if there is none, and how many tokens and votes there are.
+        Order of the context that matched, -1 if none did; and number of tokens and of votes now.
     """
     width = len(tables.logits_tokens) // len(tables.logits_keys)
     if predictor.sources >> LOGITS & 1 == 0:
@@ -445,13 +523,17 @@ def vote_logits(tables, predictor, position, key, choices, votes):
 
 @jit
 def vote_model(tables, predictor, known, logits_order, key, choices, votes):
-    """Votes of the model's n-grams behind the longest context that they know, under the noise of this position.
+    """Let the model's n-grams vote if they know a longer context than the top-k logits do, with the sampler's noise.
 
     Args:
-        logits_order: order of the context whose logits voted; only longer contexts have a say here.
+        tables, predictor: Tables and Predictor.
+        known: number of tokens of the context.
+        logits_order: order of the context whose logits voted, -1 if none did; only longer ones vote here.
+        key: uint64, key of the sampler's noise at this position.
+        choices, votes: number of tokens and of votes so far.
 
     Returns:
-        The order of that context, 0 if there is none, and how many tokens and votes there are.
+        Order of the context that matched, 0 if none did; and number of tokens and of votes now.
     """
     model, context = predictor.model_ngrams, predictor.context
     if model.num_logits == 0:
@@ -472,7 +554,18 @@ def vote_model(tables, predictor, known, logits_order, key, choices, votes):
 
 @jit
 def vote_by_rank(tables, predictor, width, key, group, choices, votes):
-    """Votes of the predictor's first `width` logits, by their rank and gap under the noise of this position."""
+    """Let logits vote for their tokens, with features by rank and by the gap to the best one, noise added.
+
+    Args:
+        tables, predictor: Tables and Predictor; the logits are in `logits_tokens` and `noisy_logits`.
+        width: number of these logits.
+        key: uint64, key of the sampler's noise at this position.
+        group: first feature of this memory and order.
+        choices, votes: number of tokens and of votes so far.
+
+    Returns:
+        Number of tokens and of votes now.
+    """
     first, second, third = -math.inf, -math.inf, -math.inf
     for k in range(width):
         score = predictor.noisy_logits[k]
@@ -498,7 +591,15 @@ def vote_by_rank(tables, predictor, width, key, group, choices, votes):
 
 @jit
 def vote_together(tables, predictor, choices, votes):
-    """One more vote for every token, by the kinds that voted for it; returns how many votes there are."""
+    """Add one more vote for every token, whose feature says which kinds of memory voted for it, and how surely.
+
+    Args:
+        tables, predictor: Tables and Predictor.
+        choices, votes: number of tokens and of votes so far.
+
+    Returns:
+        Number of votes now.
+    """
     levels = predictor.levels
     for at in range(choices * KINDS):
         levels[at] = 0
@@ -520,10 +621,17 @@ def vote_together(tables, predictor, choices, votes):
 
 @jit
 def predict(tables, predictor, known, position):
-    """Votes and probabilities of the tokens for `position`, behind the newest `known` tokens of the context.
+    """Predict which tokens may follow a context: fills `predictor.tokens` and `predictor.scores`, their probabilities.
+
+    Args:
+        tables: Tables.
+        predictor: Predictor, whose context holds the newest tokens.
+        known: number of tokens of the context.
+        position: position in the text of the token to predict.
 
     Returns:
-        How many tokens were voted for, and how many votes they had.
+        Number of predicted tokens, and of the votes by which they were scored. The probability of "none of them" comes
+        behind those of the tokens.
     """
     hash_context(predictor.context, known)
     key = mix((predictor.noise_key + U64(position) * GOLDEN + GOLDEN) & MASK)
@@ -562,7 +670,7 @@ def predict(tables, predictor, known, position):
 
 @jit
 def softmax(scores, count):
-    """Make probabilities of the first scores, in place."""
+    """Turn the first `count` scores into probabilities, in place."""
     top, total = -math.inf, 0.0
     for index in range(count):
         top = max(top, scores[index])
@@ -575,7 +683,14 @@ def softmax(scores, count):
 
 @jit
 def learn(tables, predictor, choices, votes, token):
-    """Move the weights along the gradient of the log probability of the token that came."""
+    """Train the weights by one token of the text: one step of Adagrad on its log probability.
+
+    Args:
+        tables: Tables, whose weights change.
+        predictor: Predictor, with the prediction that `predict` has just made for this token.
+        choices, votes: the numbers that `predict` returned.
+        token: the token that the text really has.
+    """
     correct = 0
     while correct < choices and predictor.tokens[correct] != token:
         correct += 1
@@ -588,7 +703,7 @@ def learn(tables, predictor, choices, votes, token):
 
 @jit
 def learn_text(tables, predictor, text, start, length):
-    """Learn the weights from the text's tokens from `start` up to `length`."""
+    """Train the weights by a text's tokens from index `start` up to `length`, each predicted from those before it."""
     for end in range(start, length):
         known = fill_context(predictor.context, text, 0, end)
         choices, votes = predict(tables, predictor, known, end)

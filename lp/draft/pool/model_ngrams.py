@@ -1,10 +1,10 @@
-"""Model n-grams: the best logits behind contexts of 1 to 3 tokens, averaged over texts that the model itself wrote.
+"""Model n-grams: the largest logits behind frequent contexts of 1 to 3 tokens, measured once for a model.
 
-A pool votes with them where they know a longer context than it has seen logits behind. They depend on the model alone:
-`lp ngrams` measures them once, and every process maps the file that it writes into memory.
+They are averaged over texts that the model itself wrote. A pool uses them for contexts of a text behind which it has
+not seen logits yet. `lp ngrams` measures them, and every process maps its file into memory.
 
-The file is one int64 array: HEADER numbers, the keys of R rows, and the packed logits of each row. A context's row
-lies in a bucket of WAYS, as in `lp.draft.pool.tables`.
+The file is one int64 array: HEADER numbers, the keys of R rows, and the packed logits of each row. A row belongs to one
+context. It lies in the bucket of WAYS rows that the context's hash selects, as in `lp.draft.pool.tables`.
 
 V: vocabulary; K: logits of a context; R: rows, a power of two.
 """
@@ -37,24 +37,24 @@ from lp.errors import UserError
 from lp.sampling.top_logits import TOKEN
 
 FILE_NAME = "lp_model_ngrams.npy"  # in the folder of a model
-AUTO = "auto"  # that file, where it is
-OFF = "off"
-MARK = 0x6E6772616D31  # of such a file, and of how its contexts are hashed
+AUTO = "auto"  # setting: use that file if it exists
+OFF = "off"  # setting: no model n-grams
+MARK = 0x6E6772616D31  # first number of such a file; another layout or hash gets another mark
 HEADER = 4  # numbers: MARK, V, R, K
-FULL = 0.6  # the share of rows that a new file fills at most: where a bucket is full, a context is left out
+FULL = 0.6  # most rows of a new file that are filled, as a share: contexts whose bucket is full are left out
 
 
 class ModelNgrams(NamedTuple):
-    """Model n-grams as compiled functions take them; K = 0: none."""
+    """Model n-grams in the form that compiled functions search; K = 0 stands for none."""
 
     num_logits: int  # K
-    keys: Any  # uint64 (R,): contexts' hashes; 0 is empty
-    tokens: Any  # int32: of the packed logits, of which 2 * (a row * K + k) + TOKEN is a token
-    logits: Any  # float32: the same, of which 2 * (a row * K + k) + LOGIT is its logit
+    keys: Any  # uint64 (R,): hash of each row's context; 0 is empty
+    tokens: Any  # int32 (2 * R * K,): the k-th token of a row is at 2 * (row * K + k) + TOKEN
+    logits: Any  # float32 (2 * R * K,): the same memory; its logit is at 2 * (row * K + k) + LOGIT
 
     @classmethod
     def of(cls, file: np.ndarray | None) -> ModelNgrams:
-        """Model n-grams for compiled functions, from the contents of a file; None gives none."""
+        """Make model n-grams for compiled functions from a file's array, int64; None: none."""
         if file is None:
             file = np.array([MARK, 0, WAYS, 0] + [0] * WAYS, np.int64)
         _, _, rows, num_logits = file[:HEADER].tolist()
@@ -64,28 +64,28 @@ class ModelNgrams(NamedTuple):
 
 
 class Contexts(NamedTuple):
-    """Contexts of one length with the logits behind each, the most important first."""
+    """Measured contexts of one length, the most frequent first, with the top-k logits behind each."""
 
     tokens: np.ndarray  # int64 (n, length), the newest last
     packed: np.ndarray  # int64 (n, K), as `pack_top_logits` packs them
 
 
 def rows_of(mebibytes: float, num_logits: int) -> int:
-    """R of the largest file of at most so many MiB."""
+    """R, the number of rows of the largest file of at most `mebibytes` MiB with K = `num_logits`; a power of two."""
     rows = int(mebibytes * 2**20) // (8 * (1 + num_logits))
     return 1 << max(rows.bit_length() - 1, 2)
 
 
 def new_file(vocabulary_size: int, rows: int, contexts: Sequence[Contexts]) -> tuple[np.ndarray, int]:
-    """A file's array, with as many of these contexts as its rows hold.
+    """Make the array of a file from measured contexts, as many as it has room for.
 
     Args:
-        vocabulary_size: V.
-        rows: R.
-        contexts: the first lengths first; of each the first contexts first.
+        vocabulary_size: V of the model.
+        rows: R, rows of the file, a power of two.
+        contexts: the contexts of each length, all with the same K; those that come first are stored first.
 
     Returns:
-        The array, int64 (4 + R + R K,), and how many contexts it has.
+        The array, int64 (4 + R + R * K,), and the number of contexts in it.
     """
     num_logits = contexts[0].packed.shape[1]
     keys = np.zeros(rows, np.int64)
@@ -104,7 +104,7 @@ def new_file(vocabulary_size: int, rows: int, contexts: Sequence[Contexts]) -> t
 
 @jit
 def _place(keys: Any, context: Context, tokens: Any, found: Any) -> None:
-    """Give every context a row of its bucket; `found` gets the rows, -1 where the bucket is full."""
+    """Give every context a row of its bucket: fills `keys`, and `found` with its row, -1 if the bucket is full."""
     length = len(tokens) // max(len(found), 1)
     for index in range(len(found)):
         known = fill_context(context, tokens, index * length, (index + 1) * length)
@@ -121,7 +121,7 @@ def _place(keys: Any, context: Context, tokens: Any, found: Any) -> None:
 
 
 def write_file(array: np.ndarray, path: Path) -> None:
-    """Write the whole file or nothing."""
+    """Write an array of model n-grams to a file, whole or not at all."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     data = io.BytesIO()  # numpy does not notice that a file was cut off by a disk that is full
     np.save(data, array.astype("<i8"), allow_pickle=False)
@@ -133,17 +133,17 @@ def write_file(array: np.ndarray, path: Path) -> None:
 
 
 def read_file(choice: str, folder: str, vocabulary_size: int) -> np.ndarray | None:
-    """The model n-grams that a config asks for, memory-mapped; None for none.
+    """Memory-map the model n-grams that a config asks for; None if there are to be none.
 
-    Those beside a model whose vocabulary was changed since are left out with a warning: nobody asked for them.
+    With AUTO, a file that does not fit the model's vocabulary is left out with a warning, since nobody asked for it.
 
     Args:
-        choice: AUTO, OFF, or a path.
-        folder: the model's folder; where the model was loaded by its name, none of this machine.
-        vocabulary_size: V.
+        choice: AUTO, OFF, or the path of a file.
+        folder: the model's folder, in which AUTO looks; it need not exist, as for a model loaded by its name.
+        vocabulary_size: V of the model.
 
     Raises:
-        ValueError: a path where no such file is, or a file of another model.
+        ValueError: the file can't be read, holds no model n-grams, or does not fit the model's vocabulary.
     """
     path = Path(folder, FILE_NAME) if choice == AUTO else Path(choice)
     if choice == OFF or (choice == AUTO and not (folder and path.is_file())):
@@ -167,7 +167,7 @@ def read_file(choice: str, folder: str, vocabulary_size: int) -> np.ndarray | No
 
 
 def _is_whole(file: np.ndarray) -> bool:
-    """Whether the array has as many rows as it says."""
+    """Whether an array begins with a valid header and has the length that it states."""
     if file.ndim != 1 or file.dtype != np.int64 or len(file) < HEADER:
         return False
     mark, _, rows, num_logits = file[:HEADER].tolist()

@@ -1,4 +1,4 @@
-"""The pool (paper section 3.2): proposes what may follow the text, from all that was read and sampled."""
+"""The n-gram pool (paper section 3.2): drafts from all that the text has and that earlier steps have sampled."""
 
 from __future__ import annotations
 
@@ -27,22 +27,25 @@ class _Text(NamedTuple):
     """The text and its new part, as compiled functions take them."""
 
     tokens: Any  # int64, with room behind the text
-    start: int  # of the new part
-    length: int
+    start: int  # index of the first new token
+    length: int  # tokens of the text
 
 
 class NGramPool(DraftSource):
-    """The main draft source: text and window n-grams, guesses by position and top-k logits, in one mixture.
+    """The draft source of `decoder=lookahead`: drafts the likeliest tokens by several kinds of memory.
+
+    It remembers n-grams of the text and of the window, tokens sampled for coming positions, and top-k logits, and can
+    look in model n-grams and corpora. One mixture (`lp.draft.pool.mixture`) turns all of it into probabilities.
 
     Args:
-        config: the pool's kinds of memory, depth and shape.
-        prompt: the text so far.
-        noise: (seed, sequence) of the sampler's noise; None where tokens are not sampled under it.
-        tables: what it remembers, new or of an earlier text.
+        config: which kinds of memory are used, and the most depth and size of the draft tree.
+        prompt: token ids of the prompt.
+        noise: (seed, sequence number) of the sampler's noise, which shifts logits; None if tokens are not sampled so.
+        tables: the memory: empty tables, or those of an earlier text, to go on with.
         model_ngrams: the array of a file of `lp.draft.pool.model_ngrams`; None: none.
-        temperature: the sampler's temperature.
-        corpora: what it looks in, the most important first.
-        on_end: is given the prompt and the generated tokens, once the text has ended.
+        temperature: temperature of the sampler.
+        corpora: indexes to look in, the most important first.
+        on_end: called with the prompt and the generated tokens when the text is finished.
     """
 
     divides = True
@@ -88,12 +91,12 @@ class NGramPool(DraftSource):
         window: WindowDrafts = NO_DRAFTS,
         price: TokenPrice | None = None,
     ) -> DraftTree:
-        """The tree of the tokens most likely to be accepted, as far as they pay; what the window has costs nothing."""
+        """Propose the whole draft tree: the likeliest tokens, as far as they pay; arguments: see DraftSource."""
         draft = self.propose_share(text, ShareInput(0, budget, [0], window, price)).draft
         return DraftTree(*(np.asarray(field).tolist() for field in (draft.tokens, draft.parents, draft.accept_probs)))
 
     def propose_share(self, text: Sequence[int], step: ShareInput) -> Share:
-        """A rank's share of that tree."""
+        """Grow one rank's share of the draft tree, without growing the others'; arguments: see DraftSource."""
         self._catch_up(text, len(text))
         rooms = step.rooms
         own = StepInput(
@@ -116,7 +119,7 @@ class NGramPool(DraftSource):
         return Share(draft, DraftTree(found.trunk_tokens[:trunk].tolist(), found.trunk_parents[:trunk].tolist()))
 
     def begin(self, prompt: Sequence[int], top_logits: TopLogits) -> None:
-        """Remember the logits behind the prompt's tokens."""
+        """Remember the top-k logits computed at the prompt's tokens."""
         first = self._length - len(prompt)  # tokens before these were cached
         count = len(prompt) - 1
         positions = range(first, first + count)
@@ -126,13 +129,16 @@ class NGramPool(DraftSource):
         add_samples(self._tables, self._predictor.context, known, first + 1, _compiled_samples(samples), sources)
 
     def observe(self, text: Sequence[int], num_new: int, samples: StepSamples) -> None:
-        """Learn the weights from the step's tokens, then remember what it read and sampled."""
+        """Train the mixture's weights by the step's tokens, then remember its n-grams, samples and logits."""
         known = self._learn(text, num_new, samples)
         predictor, arrays = self._predictor, _compiled_samples(samples)
         add_samples(self._tables, predictor.context, known.tokens, known.start, arrays, predictor.sources)
 
     def observe_part(self, text: Sequence[int], num_new: int, samples: StepSamples) -> Callable[[], None]:
-        """Learn what the next proposal needs; returns what learns the rest."""
+        """Learn from a step as `observe` does, but leave its samples to the returned function.
+
+        Until that is called, proposals find the samples in a small index of the last step.
+        """
         known = self._learn(text, num_new, samples)
         if len(samples.tokens) > len(self._last_step.older):
             self._last_step = new_last_step(2 * len(samples.tokens))
@@ -148,12 +154,12 @@ class NGramPool(DraftSource):
         return merge
 
     def ended(self, text: Sequence[int], prompt_tokens: int) -> None:
-        """Hand the text to what outlives it."""
+        """Call `on_end` with the prompt and the generated tokens of the finished text."""
         if self._on_end is not None:
             self._on_end(text[:prompt_tokens], text[prompt_tokens:])
 
     def _learn(self, text: Sequence[int], num_new: int, samples: StepSamples) -> _Text:
-        """Take in the step's tokens, and learn from them and from the window; the text as it is now."""
+        """Append the step's tokens, learn from them and from the window's n-grams, and return the text as it is now."""
         self._catch_up(text, len(text) - num_new)
         self._tables.clock[0] += 1
         known = self._take_in(text, len(text))
@@ -164,14 +170,14 @@ class NGramPool(DraftSource):
         return known
 
     def _catch_up(self, text: Sequence[int], end: int) -> None:
-        """Take in tokens up to `end` of steps that were not observed."""
+        """Append tokens up to `end` that plain steps generated, of which `observe` is not told, and learn from them."""
         if self._length < end:
             known = self._take_in(text, end)
             if self.config.ablation.output_ngrams:
                 add_text(self._tables, self._predictor.context, *known)
 
     def _take_in(self, text: Sequence[int], end: int) -> _Text:
-        """The text up to `end`, with what is new of it."""
+        """Append the tokens up to `end` to the own copy of the text, and return it with the new part marked."""
         start = self._length
         if end > len(self._text):
             self._text = np.concatenate([self._text, np.zeros(end, np.int64)])

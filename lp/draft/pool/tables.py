@@ -1,8 +1,9 @@
-"""What the pool remembers: two hash tables of fixed size, one of followers of contexts, one of top-k logits.
+"""The pool's memory: two hash tables of fixed size, one with the followers of contexts, one with top-k logits.
 
-A context is a hash of the text's newest tokens and of the kind of memory: an n-gram of the text, one of the window, a
-guess for a position, or logits. An entry is found by its context's hash in a bucket of WAYS; where the bucket is full,
-the entry written longest ago makes room.
+A context is the newest tokens of a text, up to some place; its order is their number. A follower is a token that came
+behind a context. Kinds of memory share the tables: n-grams of the text, n-grams of the window, guesses (tokens that
+were sampled for a position), and top-k logits. The key of an entry is a hash of its context and kind. It selects a
+bucket of WAYS entries; if the bucket is full, the entry written longest ago is replaced.
 
 All arithmetic of compiled functions is of integers and of + - * / on doubles in a fixed order, logarithm and
 exponential included: ranks on unlike processors compute the same bits.
@@ -25,53 +26,59 @@ S11 = U64(11)  # a shift
 M = 4
 WAYS = 4  # entries of a bucket
 MAX_CONTEXT = 8  # tokens of the longest context
-ORDERS = (1, 2, 3, 4, 6, 8)  # tokens of the text's contexts
+ORDERS = (1, 2, 3, 4, 6, 8)  # orders of the contexts of text n-grams
 MAX_GUESS_ORDER = 2  # tokens of the longest context of a guess, and of a window n-gram
 MAX_LOGITS_ORDER = 3  # tokens of the longest context of logits
-TEXT, WINDOW, GUESS, LOGITS = 1, 2, 3, 4  # kinds of memory; bit 1 << kind of `sources` switches one on
-MODEL = 5  # the kind of the model's n-grams, whose keys are of a table of their own
+TEXT, WINDOW, GUESS, LOGITS = 1, 2, 3, 4  # kinds of memory; bit 1 << kind of `sources` switches a kind on
+MODEL = 5  # the kind of model n-grams, which have a table of their own
 
 
 class Tables(NamedTuple):
-    """What is remembered: flat arrays, whose sizes are powers of two times their width."""
+    """The memory of one pool, or of one owner's session: both hash tables and the weights of the mixture.
 
-    keys: Any  # uint64 (E,): contexts' hashes; 0 is empty
-    stamps: Any  # int64 (E,): step at which an entry was last written
-    followers: Any  # int64 (E * M,): (token + 1) << 32 | how often, the newest first; 0 is empty
-    logits_keys: Any  # uint64 (F,)
-    logits_stamps: Any  # int64 (F,)
-    logits_positions: Any  # int64 (F,): `text_position` that the logits were for
-    logits_tokens: Any  # int32 (F * K,)
-    logits_values: Any  # float32 (F * K,)
-    weights: Any  # float64 (FEATURES,): of the mixture
-    squares: Any  # float64 (FEATURES,): sums of its squared gradients
-    clock: Any  # int64 (2,): steps, texts
+    All are flat arrays for compiled functions; E and F are powers of two.
+    """
+
+    keys: Any  # uint64 (E,): key of each entry; 0 is empty
+    stamps: Any  # int64 (E,): value of `clock[0]` when the entry was last written
+    followers: Any  # int64 (E * M,): (token + 1) << 32 | how often it came, the newest first; 0 is empty
+    logits_keys: Any  # uint64 (F,): like `keys`
+    logits_stamps: Any  # int64 (F,): like `stamps`
+    logits_positions: Any  # int64 (F,): `text_position` of the token that the logits predict
+    logits_tokens: Any  # int32 (F * K,): tokens of the K largest logits
+    logits_values: Any  # float32 (F * K,): these logits
+    weights: Any  # float64 (FEATURES,): weights of the mixture
+    squares: Any  # float64 (FEATURES,): sums of their squared gradients
+    clock: Any  # int64 (2,): number of steps, and of texts, so far
 
 
 class Context(NamedTuple):
-    """Room for the context of one look-up or update."""
+    """The tokens of a context with the hashes of all its orders, in arrays that are used again for each look-up."""
 
-    tokens: Any  # int64 (MAX_CONTEXT,), more where a corpus is looked up: the newest first
-    hashes: Any  # uint64 (MAX_CONTEXT + 1,): of the newest 0, 1, 2, ... tokens
+    tokens: Any  # int64 (MAX_CONTEXT,), longer if there are corpora: the newest first
+    hashes: Any  # uint64 (MAX_CONTEXT + 1,): hashes of the newest 0, 1, 2, ... tokens
 
 
 class Samples(NamedTuple):
-    """What the nodes of a step sampled, as compiled functions take it; see StepSamples."""
+    """The samples and top-k logits of a step's nodes, as compiled functions take them; see StepSamples."""
 
     tokens: Any  # int64 (nodes,), like the next four
     parents: Any
     positions: Any
     sampled: Any
     starts: Any
-    top_tokens: Any  # int32: the packed logits, of which 2 * (a node's start + k) + TOKEN is a token
-    top_logits: Any  # float32: the same, of which 2 * (a node's start + k) + LOGIT is its logit
+    top_tokens: Any  # int32: packed logits; a node's k-th token is at 2 * (starts[node] + k) + TOKEN
+    top_logits: Any  # float32: the same memory; its logit is at 2 * (starts[node] + k) + LOGIT
 
 
 def new_tables(num_logits: int, mebibytes: int, weights: np.ndarray, squares: np.ndarray) -> Tables:
-    """Empty tables of at most so many bytes, the larger part for followers, with these weights of the mixture.
+    """Make empty tables.
 
     Args:
-        num_logits: K.
+        num_logits: K, logits of an entry; 0: no logits are remembered.
+        mebibytes: most memory of all arrays, MiB.
+        weights: float64 (FEATURES,), the mixture's weights to begin with.
+        squares: float64 (FEATURES,), sums of their squared gradients to begin with; larger ones slow learning down.
     """
     room = (mebibytes << 20) - 2 * weights.nbytes - 16
     context_bytes = 16 + 8 * M
@@ -98,7 +105,7 @@ def _power_below(count: int) -> int:
 
 
 def new_context(longest: int = MAX_CONTEXT) -> Context:
-    """Allocate room for a context: the last tokens of a text, and hashes of at most MAX_CONTEXT of them."""
+    """Allocate a context of at most `longest` tokens; no more than MAX_CONTEXT of them are hashed."""
     return Context(compiled_zeros(longest, "i8"), compiled_zeros(MAX_CONTEXT + 1, "u8"))
 
 
@@ -107,13 +114,13 @@ def new_context(longest: int = MAX_CONTEXT) -> Context:
 
 @jit
 def bucket(keys, key):
-    """The first entry of the bucket that a key belongs to."""
+    """Index of the first of the WAYS entries among which a key is stored."""
     return (I64(key >> S11) & (len(keys) // WAYS - 1)) * WAYS
 
 
 @jit
 def find(keys, key):
-    """The entry of a key, or -1."""
+    """Index of the entry that has this key; -1 if there is none, or the key is 0."""
     first, found = bucket(keys, key), -1
     for entry in range(first, first + WAYS):  # to the end: no branch for the processor to guess
         found = entry if keys[entry] == key else found
@@ -122,7 +129,16 @@ def find(keys, key):
 
 @jit
 def claim(keys, stamps, key, now):
-    """The entry of a key, or else the oldest of its bucket, now the key's; and whether the key had it before."""
+    """Find the entry of a key, or give it the entry of its bucket that was written longest ago, to be written now.
+
+    Args:
+        keys, stamps: the arrays of one table.
+        key: uint64, not 0.
+        now: the new stamp of the entry.
+
+    Returns:
+        Index of the entry, and whether it had this key before; if not, its old contents have to be cleared.
+    """
     first = oldest = bucket(keys, key)
     for entry in range(first, first + WAYS):
         if keys[entry] == key:
@@ -136,25 +152,35 @@ def claim(keys, stamps, key, now):
 
 @jit
 def context_key(hashed, kind, extra):
-    """The key of a context for one kind of memory; never 0."""
+    """Make the key of an entry; never 0.
+
+    Args:
+        hashed: uint64, hash of the context's tokens, see `hash_context`.
+        kind: kind of memory: TEXT, WINDOW, GUESS, LOGITS or MODEL.
+        extra: the position, for a guess or for logits of a position alone; else 0.
+    """
     return mix((hashed + U64(kind) * GOLDEN + U64(extra) * MIX_1) & MASK) | ONE
 
 
 @jit
 def logits_key(context, order, position):
-    """The key of logits behind the newest `order` tokens; behind none of them, of the position alone."""
+    """Key of the top-k logits behind a context's newest `order` tokens; with order 0, of those for the position."""
     return context_key(context.hashes[order], LOGITS, 0 if order else position)
 
 
 @jit
 def text_position(tables, position):
-    """A position of this very text, which a later text of the session does not share."""
+    """Make a number of a position that no other text of the session has: the number of the text is added."""
     return position + (tables.clock[1] << 32)
 
 
 @jit
 def fill_context(context, text, start, end):
-    """Fill the context with the text from `start` up to `end`; returns how many tokens fitted."""
+    """Fill a context with the tokens of a text from index `start` up to `end`, the newest first.
+
+    Returns:
+        Number of tokens filled in: the newest, as many as fit.
+    """
     known = min(end - start, len(context.tokens))
     for back in range(known):
         context.tokens[back] = text[end - 1 - back]
@@ -163,7 +189,7 @@ def fill_context(context, text, start, end):
 
 @jit
 def hash_context(context, known):
-    """Hash the newest 1, 2, ... `known` tokens, MAX_CONTEXT at most."""
+    """Fill in a context's hashes of its newest 1, 2, ... tokens, up to `known` or MAX_CONTEXT of them."""
     value = context.hashes[0] = GOLDEN
     for order in range(1, min(known, MAX_CONTEXT) + 1):
         value = mix((value + U64(context.tokens[order - 1] + 1) * GOLDEN) & MASK)
@@ -175,7 +201,13 @@ def hash_context(context, known):
 
 @jit
 def add_follower(tables, key, token):
-    """Make a token the newest follower of a context."""
+    """Remember that a token followed a context: it becomes the first of the entry's M followers, and is counted.
+
+    Args:
+        tables: Tables.
+        key: key of the context, see `context_key`.
+        token: token id.
+    """
     entry, found = claim(tables.keys, tables.stamps, key, tables.clock[0])
     base = entry * M
     if not found:
@@ -193,7 +225,7 @@ def add_follower(tables, key, token):
 
 @jit
 def add_text(tables, context, text, start, length):
-    """Remember what followed every context of the text, for the tokens from `start` up to `length`."""
+    """Remember the n-grams of a text that end with the tokens from index `start` up to `length`."""
     for end in range(max(start, 1), length):
         known = fill_context(context, text, 0, end)
         hash_context(context, known)
@@ -204,7 +236,14 @@ def add_text(tables, context, text, start, length):
 
 @jit
 def add_ngrams(tables, context, ngrams, length):
-    """Remember what followed one and two tokens within the window's n-grams of `length` tokens."""
+    """Remember the window's n-grams, as contexts of one and two tokens with the token that follows.
+
+    Args:
+        tables: Tables.
+        context: Context, overwritten.
+        ngrams: int64, all n-grams in one array.
+        length: N, tokens of an n-gram.
+    """
     for first in range(0, len(ngrams), length):
         for end in range(first + 1, first + length):
             known = fill_context(context, ngrams, max(first, end - MAX_GUESS_ORDER), end)
@@ -215,9 +254,18 @@ def add_ngrams(tables, context, ngrams, length):
 
 @jit
 def fill_context_of_node(context, tokens, parents, node, text, end, longest):
-    """Fill the context with the tokens up to a node of a tree behind the text; returns how many.
+    """Fill a context with the tokens up to a node of a draft tree: the node, its ancestors, then the text's tokens.
 
-    Node 0 is the newest token of the text, which ends at `end`.
+    Args:
+        context: Context, whose tokens are overwritten, the newest first.
+        tokens, parents: int64 (nodes,), token and parent of every node; node 0 is the newest token of the text.
+        node: index of the node.
+        text: int64, token ids.
+        end: length of the text, node 0 included.
+        longest: most tokens to fill in.
+
+    Returns:
+        Number of tokens filled in.
     """
     known = 0
     while node > 0 and known < longest:
@@ -233,7 +281,16 @@ def fill_context_of_node(context, tokens, parents, node, text, end, longest):
 
 @jit
 def add_samples(tables, context, text, end, samples, sources):
-    """Remember of every sampled node its token as a guess for its position, and its logits behind its last tokens."""
+    """Remember a step's samples: at every node the sampled token as a guess for its position, and the top-k logits.
+
+    Args:
+        tables: Tables.
+        context: Context, overwritten.
+        text: int64, token ids.
+        end: length of the text before the step; its last token is node 0.
+        samples: Samples.
+        sources: bit 1 << kind for each kind of memory that is switched on, GUESS and LOGITS.
+    """
     width = len(tables.logits_tokens) // len(tables.logits_keys)
     for node in range(len(samples.tokens)):
         if samples.sampled[node] == INVALID_TOKEN:
