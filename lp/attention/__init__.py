@@ -1,1 +1,1 @@
-"""Attention backends for tree-shaped steps; `lp.attention.registry` has them by name."""
+"""Attention backends: ways to compute attention under the mask of a draft tree; `lp.attention.registry` lists them."""

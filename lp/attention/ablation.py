@@ -1,4 +1,4 @@
-"""Attention left out, to time a forward pass without it; the text that it gives means nothing.
+"""Runs a model without attention, to measure how much of a forward pass attention takes; its output means nothing.
 
 T: step tokens, H: query heads, D: head dimension.
 """
@@ -15,15 +15,16 @@ NAME = "lp_without_attention"
 
 
 class WithoutAttention:
-    """Within its `with` block the model takes queries for attention's result; keys and values are still cached.
+    """A `with` block in which a model uses its queries as the result of attention; keys and values are still cached.
 
-    Captured steps replay what they were captured with: enter it before the first one.
+    Captured steps replay what they were captured with: enter the block before the first step.
 
     Args:
-        model: the model whose attention is left out; of a ModelRunner its own view, `runner.model`.
+        model: the model to run without attention; for a ModelRunner `runner.model`.
 
     Attributes:
-        called: whether the model called it; if not, its attention does not go through transformers' registry.
+        called: whether the model's layers have called it; if not, attention was not left out, as the model does not use
+            transformers' registry of attention functions.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:

@@ -1,4 +1,4 @@
-"""What an attention backend is, and what a step shows it.
+"""The interface of attention backends, and the views that tell them which keys the tokens of a step see.
 
 T: step tokens, L: cached tokens (the token in cache slot i has position i), C: cache slots, N: keys of an attention
 call, L + T, or C where the cache slots are given.
@@ -18,34 +18,36 @@ Mask = torch.Tensor | BlockMask
 
 @dataclass(frozen=True)
 class Window:
-    """Which of the keys up to its own position a token sees, in layers with local attention.
+    """The limit of what a token sees in layers with local attention: a sliding window or a chunk.
 
     Attributes:
-        size: number of tokens.
-        chunked: it sees those of its own chunk, which begins at a multiple of `size` (Llama 4); else the last ones, its
-            own included.
+        size: number of tokens of a window or chunk.
+        chunked: True: a token sees the tokens up to itself of its own chunk, which begins at a multiple of `size`
+            (Llama 4). False: it sees the last `size` tokens, itself included.
     """
 
     size: int
     chunked: bool = False
 
     def starts(self, positions: torch.Tensor) -> torch.Tensor:
-        """The first position that a token at each of these sees."""
+        """The first position that tokens at these positions see, in the shape of `positions`; may be negative."""
         return positions // self.size * self.size if self.chunked else positions - self.size + 1
 
 
 @dataclass(frozen=True)
 class StepView:
-    """Which keys the tokens of a step see, in layers of one kind.
+    """Which keys the tokens of a step of one sequence see, from which a backend makes a mask.
+
+    Every token sees all cached tokens, and step tokens by `visible_TT`, as far as a window allows it.
 
     Attributes:
         visible_TT: bool, which tokens of the step each one sees.
-        positions_T: int64.
-        length: L, all seen by every token of the step, but for a window; C, if `slot_mapping_T` is given.
-        slot_mapping_T: int64, the cache slot of each token of the step: a token sees the slots before the first one,
-            and none behind the last. None: the step's keys follow the cached ones.
-        window: what a layer with local attention sees; None: full attention.
-        dtype: the model's dtype, which an additive mask has.
+        positions_T: int64, position of each token in the text.
+        length: L, number of cached tokens; or C, number of cache slots, if `slot_mapping_T` is given.
+        slot_mapping_T: int64, the cache slot of each token of the step; slots before the first one are cached tokens,
+            those behind the last are empty. None: the keys are the L cached ones, then the step's.
+        window: the window of layers with local attention; None: full attention.
+        dtype: dtype of the model, and of additive masks.
     """
 
     visible_TT: torch.Tensor
@@ -57,15 +59,15 @@ class StepView:
 
     @property
     def sees_everything(self) -> bool:
-        """It has a single token, which sees all keys."""
+        """Whether the step is a single token that sees all keys, so that it needs no mask."""
         return len(self.positions_T) == 1 and self.slot_mapping_T is None and self.window is None
 
     def within(self, window: Window | None) -> StepView:
-        """What layers with this window see; None: with full attention."""
+        """The view of this step in layers with another window; None: full attention."""
         return self if window == self.window else replace(self, window=window)
 
     def visible_TN(self) -> torch.Tensor:
-        """Which keys each token sees, bool (T, N)."""
+        """Make the mask over all keys: bool (T, N), whether each token sees each key."""
         device = self.visible_TT.device
         num_tokens = len(self.visible_TT)
         if self.slot_mapping_T is None:
@@ -74,7 +76,7 @@ class StepView:
             visible_TN = torch.cat([cached_TL, self.visible_TT], 1)
         else:
             first_slot = self.slot_mapping_T[0]
-            index_C = torch.arange(self.length, device=device) - first_slot  # of the step's tokens; cached: negative
+            index_C = torch.arange(self.length, device=device) - first_slot  # step token's index; cached: negative
             token_C = index_C.clamp(0, num_tokens - 1)
             visible_TN = (index_C < 0) | (index_C < num_tokens) & self.visible_TT[:, token_C]
             key_positions_N = torch.where(index_C < 0, index_C + first_slot, self.positions_T[token_C])
@@ -85,10 +87,11 @@ class StepView:
 
 @dataclass(frozen=True)
 class ForestView:
-    """Which keys the tokens of several sequences see, side by side in one step: each sees those of its own.
+    """Which keys the tokens of a step of several sequences see: a token sees keys of its own sequence alone.
 
     Attributes:
-        parts: one for each sequence, `slot_mapping_T` None. The keys are those of the sequences, one behind the other.
+        parts: view of each sequence, without `slot_mapping_T`; the N keys are those of the sequences, one after the
+            other.
     """
 
     parts: list[StepView]
@@ -96,31 +99,33 @@ class ForestView:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The model's dtype."""
+        """Dtype of the model, and of additive masks."""
         return self.parts[0].dtype
 
     def within(self, window: Window | None) -> ForestView:
-        """What layers with this window see; None: with full attention."""
+        """The view of this step in layers with another window; None: full attention."""
         return ForestView([part.within(window) for part in self.parts])
 
     def visible_TN(self) -> torch.Tensor:
-        """Which keys each token sees, bool (T, N)."""
+        """Make the mask over all keys: bool (T, N), whether each token sees each key."""
         visible_TN: torch.Tensor = torch.block_diag(*(part.visible_TN() for part in self.parts))
         return visible_TN
 
 
 @dataclass(frozen=True)
 class PooledView:
-    """Which keys the tokens of a captured step see, where all sequences lie in one pool: where each begins is data.
+    """Which keys the tokens of a captured step see, whose sequences all have their caches in one pool of slots.
 
-    The keys are those of all slots of the pool, N of them.
+    A CUDA graph replays the step for other sequences: so their places in the pool are tensors. The keys are those of
+    all N slots.
 
     Attributes:
-        visible_TT, positions_T, window, dtype: see `StepView`; a token sees none of another sequence.
-        slots_T: int64, where each token's own keys lie.
-        first_slots_T, lengths_T: int64, of each token's sequence: its first slot, and L.
-        sequences_Q4: int64, each sequence's first token, number of tokens, first slot and number of cached tokens.
-        num_slots: N.
+        visible_TT, positions_T, window, dtype: see `StepView`; a token sees no token of another sequence.
+        slots_T: int64, the slot of each token's own key.
+        first_slots_T: int64, for each token the first slot of its sequence.
+        lengths_T: int64, for each token the number of cached tokens of its sequence.
+        sequences_Q4: int64, for each sequence (first token, number of tokens, first slot, number of cached tokens).
+        num_slots: N, number of slots of the pool.
     """
 
     visible_TT: torch.Tensor
@@ -135,11 +140,11 @@ class PooledView:
     sees_everything: ClassVar[bool] = False
 
     def within(self, window: Window | None) -> PooledView:
-        """What layers with this window see; None: with full attention."""
+        """The view of this step in layers with another window; None: full attention."""
         return self if window == self.window else replace(self, window=window)
 
     def visible_TN(self) -> torch.Tensor:
-        """Which keys each token sees, bool (T, N)."""
+        """Make the mask over all slots: bool (T, N), whether each token sees each key."""
         slots_N = torch.arange(self.num_slots, device=self.slots_T.device)
         key_positions_TN = slots_N - self.first_slots_T[:, None]
         cached_TN = (key_positions_TN >= 0) & (key_positions_TN < self.lengths_T[:, None])
@@ -155,7 +160,7 @@ View = StepView | ForestView | PooledView
 
 
 def additive_mask(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A 4-D mask to be added to the scores, (1, 1, T, N), from a bool one, (T, N)."""
+    """Turn a bool mask (T, N) into one (1, 1, T, N) of numbers to be added to the scores: 0, or the dtype's least."""
     mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
     return mask.masked_fill_(~visible, torch.finfo(dtype).min)[None, None]
 
@@ -166,23 +171,24 @@ class AttentionBackend:
     A backend is a subclass in a file of its own, registered as `lp.attention.registry` describes.
 
     Args:
-        name: what users choose it by.
+        name: what users choose it by, as in `attention=NAME`.
 
     Attributes:
         implementation: transformers' name of the attention function.
-        alternative: the backend to propose where this one cannot be used.
-        replaces: attention that a model was loaded with, by the name of its backend or by transformers' name, instead
-            of which `auto` takes this one where it is fit.
-        priority: order among several backends that replace the same one: `auto` tries the largest first.
-        loadable: whether transformers loads a model with `implementation`, for those that cannot change it later.
-        omits_trivial_masks: whether it takes None for the mask of a single token that sees everything.
-        takes_parts: where a step has tokens of several sequences, its function is given keys and values as
-            `lp.attention.parts.InParts`; else those of all sequences in one, with a mask over all of them.
-        takes_pools: whether captured steps of several sequences on a GPU read the keys of each one alone; else all
-            slots of the pool, with a mask.
-        capture_obstacle: why its steps cannot be captured; None: they can.
-        compiles: torch.compile takes a step with its masks.
-        depth: positions behind the cached ones that a step may reach; None: any number.
+        alternative: name of the backend to propose if this one can't be used; None: there is none.
+        replaces: attention implementations, by the names of backends or by transformers' names; `attention=auto` uses
+            this backend for models that were loaded with one of them, if it can.
+        priority: order among backends that replace the same implementation: `auto` tries the largest first.
+        loadable: whether transformers can load a model with `implementation`; errors advise it for models that can't
+            change their attention later.
+        omits_trivial_masks: whether None may be the mask of a single token that sees everything.
+        takes_parts: whether the attention function, in a step of several sequences, takes keys and values as
+            `lp.attention.parts.InParts`; if not, it gets those of all sequences in one tensor, under a mask.
+        takes_pools: whether the attention function, in a captured step of several sequences on a GPU, reads only the
+            keys of each sequence; if not, it reads all slots of the pool, under a mask.
+        capture_obstacle: why steps with this backend can't be captured in a CUDA graph; None: they can.
+        compiles: whether torch.compile can compile a step with its masks.
+        depth: most positions behind the cached ones that a step may reach; None: no limit.
     """
 
     implementation: str
@@ -201,48 +207,56 @@ class AttentionBackend:
         self.name = name
 
     def unfit(self, model: PreTrainedModel) -> str | None:
-        """Why a model cannot run with it, and the remedy; None: nothing known speaks against it."""
+        """Why a model can't run with this backend, with the remedy, as an error message; None: no reason is known."""
         return None
 
     def replaced_in(self, model: PreTrainedModel) -> tuple[str, ...]:
-        """Attention of this model that `auto` replaces: `replaces`, unless a backend knows better."""
+        """The implementations that `auto` replaces by this backend for a given model: `replaces`, unless overridden."""
         return self.replaces
 
     def install(self) -> None:
-        """Make `implementation` known to transformers, if it is not transformers' own. Doing it again is harmless."""
+        """Register `implementation` with transformers, unless it is transformers' own; may be called again."""
 
     def mask(self, view: View) -> Mask:
-        """The mask of a step: by default additive, over all keys."""
+        """Make the mask that the attention function gets in a step: by default an additive one over all keys.
+
+        Args:
+            view: which keys the tokens of the step see.
+        """
         return additive_mask(view.visible_TN(), view.dtype)
 
     def forward_arguments(
         self, slot_mapping_T: torch.Tensor, sequences_Q4: torch.Tensor | None = None
     ) -> dict[str, Any]:
-        """Keyword arguments for the model, which its layers hand to the attention function of a captured step.
+        """Further keyword arguments of the model in a captured step, which its layers hand to the attention function.
 
         Args:
             slot_mapping_T: int64, the cache slots of the step's tokens.
-            sequences_Q4: int64, of a step of several sequences: of each its first token, its tokens, its first slot and
-                its cached tokens.
+            sequences_Q4: int64, for a step of several sequences, for each of them (first token, number of tokens, first
+                slot, number of cached tokens); None: one sequence.
         """
         return {}
 
 
 def has_sinks(model: PreTrainedModel) -> bool:
-    """Whether layers have attention sinks: `sinks`, a score for each head, which transformers hands on as `s_aux`."""
+    """Whether a model's layers have attention sinks: a parameter `sinks`, with a learned score for each head."""
     return any(module._parameters.get("sinks") is not None for module in model.modules())
 
 
 def score_obstacle(
     model: PreTrainedModel, name: str, remedy: str = "choose attention=eager", takes_sinks: bool = False
 ) -> str | None:
-    """Why a model cannot run with torch's fused attention functions, in the words of `AttentionBackend.unfit`.
+    """Why a model can't run with torch's fused attention functions: capped scores, or no sdpa in transformers.
 
     Args:
-        model: the model that is to run.
-        name: the backend that is asked for.
-        remedy: what the user is told to do instead.
-        takes_sinks: the backend computes attention sinks, for lack of which transformers has no sdpa for a model.
+        model: the model.
+        name: name of the backend that was asked for.
+        remedy: what the message advises.
+        takes_sinks: whether the backend computes attention sinks: because of them alone transformers may have no sdpa
+            for a model.
+
+    Returns:
+        A message as `AttentionBackend.unfit` returns it; None: nothing stands against it.
     """
     architecture = type(model).__name__
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):

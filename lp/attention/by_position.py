@@ -1,16 +1,16 @@
-"""Attention whose sums depend on positions alone: a token's result has the same bits whichever tokens share its pass.
+"""The backend of `exact=bitwise`: a token's attention has the same bits whichever other tokens are in its pass.
 
 Other kernels add up a token's keys in an order that depends on where they lie and on how many tokens a step has, so a
-step of many tokens rounds otherwise than a step of one. Here the keys of a token at position p are in two parts, by
-their own positions:
+step of many tokens rounds otherwise than a step of one. Here the order depends on positions alone. The keys of a token
+at position p are in two parts, by their own positions:
 
     0 ............. A(p) - 1 | A(p) ............. p        A(p) = floor((p - DEPTH) / UNIT) x UNIT, at least 0
     cached, tile by tile       the tail: cached or in the step, gathered along the token's path
 
-Both are computed alike in a plain step, in a step of a tree and in a prompt's chunk: tiles begin at multiples of TILE
-and are combined in their order, the tail has always the same size. Keys below A(p) must be cached, so a step goes no
-deeper than DEPTH positions behind what is cached. Sums are in float32 or wider. Here in torch, for CPUs; for GPUs in
-`lp.attention.by_position_kernel`, which adds up in an order of its own, and in the same one for every pass.
+Both are computed alike in a plain step, in a step with a draft tree and in a prompt's chunk: tiles begin at multiples
+of TILE and are added in their order, and the tail always has the same size. Keys before A(p) must be cached, so a step
+goes no deeper than DEPTH positions behind the cached tokens. Sums are in float32 or wider. This file is in torch, for
+CPUs. For GPUs `lp.attention.by_position_kernel` adds up in another order, which is also the same in every pass.
 
 H: query heads, G: KV heads, R: query heads of a KV head, H / G, T: tokens of the pass, L: cached tokens, N: keys,
 L + T, D: head dimension of queries and keys, E: of values, U: keys of a tail.
@@ -50,7 +50,7 @@ class _Sums(NamedTuple):
     values_GRTE: torch.Tensor
 
     def and_then(self, other: _Sums) -> _Sums:
-        """The sums over these keys and the other ones; sums over no keys change no bit."""
+        """Add the sums over other keys to these; sums over no keys change no bit."""
         top = torch.maximum(self.top_GRT, other.top_GRT)
         base = top.masked_fill(top == -math.inf, 0.0)  # -inf minus itself would be NaN
         own, others = (self.top_GRT - base).exp(), (other.top_GRT - base).exp()
@@ -61,12 +61,12 @@ class _Sums(NamedTuple):
 def attention_by_position(
     q_1HTD: torch.Tensor, k_1GND: torch.Tensor, v_1GNE: torch.Tensor, places: KeyPlaces, scale: float
 ) -> torch.Tensor:
-    """Every token attends to the keys of the positions up to its own, along its path.
+    """Compute attention by position in torch: each token attends to the keys along its path, up to its own position.
 
     Args:
-        q_1HTD: queries.
-        k_1GND, v_1GNE: keys and values of all sequences, those of cached tokens and of the pass's.
-        places: where each token's keys are.
+        q_1HTD: queries of the pass's tokens.
+        k_1GND, v_1GNE: keys and values of all sequences: cached tokens, and those of the pass.
+        places: the keys that each token attends to.
         scale: factor on the scores.
 
     Returns:
@@ -111,7 +111,7 @@ def _of_sequence(
 def _tile(
     q_GRTD: torch.Tensor, k_GND: torch.Tensor, v_GNE: torch.Tensor, places: KeyPlaces, start: int, end: int
 ) -> _Sums:
-    """The sums over one tile of cached keys, from `start` on: those below each token's A(p), which is at most `end`."""
+    """The sums over the cached keys of one tile, from `start` on, before each token's A(p); `end`: the largest A(p)."""
     kv_heads, repeats, num_tokens, dim = q_GRTD.shape
     keys = slice(start, min(start + TILE, end))  # others may be no numbers, which no weight of 0 would hide
     k_GSD, v_GSE = (F.pad(part[:, keys], (0, 0, 0, start + TILE - keys.stop)) for part in (k_GND, v_GNE))
@@ -124,7 +124,7 @@ def _tile(
 
 
 def _tail(q_GRTD: torch.Tensor, k_GND: torch.Tensor, v_GNE: torch.Tensor, places: KeyPlaces) -> _Sums:
-    """The keys from A(p) on, in the order of their positions."""
+    """The sums over each token's tail: the keys from A(p) on, in the order of their positions."""
     seen_TU = places.seen_TU
     k_GTUD = k_GND[:, places.tail_keys_TU]
     v_GTUE = v_GNE[:, places.tail_keys_TU]
@@ -134,7 +134,7 @@ def _tail(q_GRTD: torch.Tensor, k_GND: torch.Tensor, v_GNE: torch.Tensor, places
 
 
 def _weights(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest score of each row, and the exponentials relative to it; 0 for -inf."""
+    """The largest score of each row, and the exponentials of scores relative to it; 0 where a score is -inf."""
     top = scores.amax(-1)
     return top, (scores - top.masked_fill(top == -math.inf, 0.0)[..., None]).exp_()
 
@@ -148,14 +148,17 @@ def forward_by_position(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function for transformers, whose mask is a `PlacesMask`, or one for each sequence of a pass.
+    """The attention function that transformers' layers call under `exact=bitwise`.
 
     Args:
+        module: the attention layer.
         query: (1, H, T, D).
-        key, value: (1, G, N, D), cached tokens included.
+        key, value: (1, G, N, D) and (1, G, N, E), cached tokens included; InParts if the pass has several sequences.
+        attention_mask: a `PlacesMask`, or InParts with one for each sequence.
+        scaling: factor on the scores; None is 1 / sqrt(D).
 
     Returns:
-        (1, T, H, E), and no weights, as transformers expects it.
+        (1, T, H, E), and None in place of attention weights, as transformers expects.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(attention_mask, InParts):
@@ -170,7 +173,7 @@ def forward_by_position(
 def _attend(
     q_1HTD: torch.Tensor, k_1GND: torch.Tensor, v_1GNE: torch.Tensor, mask: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Attention of the tokens that a mask is for: by the kernels on a GPU, else in torch; (1, T, H, E)."""
+    """Attention of the tokens that a PlacesMask is for: by kernels on a GPU, else in torch; (1, T, H, E)."""
     if not isinstance(mask, PlacesMask):
         raise RuntimeError("the model changes masks on their way to its attention function")
     if not q_1HTD.is_cuda:
@@ -183,13 +186,13 @@ def _attend(
 
 @register_attention("by_position")
 class ByPosition(AttentionBackend):
-    """What `exact=bitwise` runs; `auto` never takes it."""
+    """The attention backend of `exact=bitwise`, see this module; `attention=auto` never takes it."""
 
     implementation = "lp_by_position"
     alternative = None
     takes_parts = True
     takes_pools = True
-    compiles = False  # what its masks carry
+    compiles = False  # torch.compile would lose the places that masks carry
     depth = DEPTH
 
     def unfit(self, model: PreTrainedModel) -> str | None:

@@ -1,11 +1,15 @@
-"""`lp.attention.by_position` for GPUs, in two Triton kernels: a token's result has the same bits in every pass.
+"""Attention by position for GPUs, in two Triton kernels: a token's result has the same bits in every pass.
 
-1. Splits: the cached keys of the positions [SPLIT s, SPLIT s + SPLIT) that a token sees below A(p), of many tokens at
-   once. What a split comes to depends on its number alone, whichever program computes it, beside whichever tokens.
-2. The tail of a token, gathered in the order of its positions; then its splits in their order, then the tail.
+It serves `lp.attention.by_position`, which defines A(p) and the tail of a token.
 
-Blocks of rows and keys are the same for every number of tokens, and a row goes through the same blocks whatever others
-see: tensor cores then add alike. What lies beyond the keys that a program needs is never read, for it may be a NaN.
+1. The first kernel sums up splits: split s has the cached keys at positions [SPLIT s, SPLIT s + SPLIT) that a token
+   sees before A(p). It does so for many tokens at once; a token's sum does not depend on the program or other tokens.
+2. The second kernel sums up the tail of each token, in the order of its positions, and then adds a token's splits, in
+   their order, and its tail.
+
+Blocks of rows and keys have the same sizes for every number of tokens, and a row goes through the same blocks whatever
+other rows see: tensor cores then add alike. Memory beyond the keys that a program needs is never read, as it may hold
+NaNs.
 
 H: query heads, G: KV heads, R: query heads of a KV head, H / G, T: tokens of the pass, N: keys, D: head dimension of
 queries and keys, E: of values, U: keys of a tail, S: splits that the N keys have room for, Q: sequences.
@@ -24,14 +28,14 @@ from lp.attention.tree_kernel import block_sizes, choose_splits, load_queries, n
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 SPLIT = TILE
-ROWS = 64  # that a program computes at most
-TAIL_KEYS = 32  # of a tail that are added up at once
-NOWHERE = tl.constexpr(1 << 30)  # behind all positions
+ROWS = 64  # most rows that a program computes
+TAIL_KEYS = 32  # keys of a tail that are added up at once
+NOWHERE = tl.constexpr(1 << 30)  # a position behind all others
 
 
 @triton.jit
 def _with_keys(q, k, v, seen, scale, top_M, norm_M, acc_ME):
-    """The largest score, the sum of weights and the weighted values with a block of keys. Exponentials are powers of 2.
+    """Add a block of keys to running sums: largest score, sum of weights, weighted values. Exponentials have base 2.
 
     seen: which keys each row sees; the others change nothing.
     """
@@ -48,7 +52,7 @@ def _with_keys(q, k, v, seen, scale, top_M, norm_M, acc_ME):
 
 @triton.jit
 def _together(top_M, norm_M, acc_ME, other_top_M, other_norm_M, other_acc_ME):
-    """Add the sums over some keys and over others; sums over no keys change no bit."""
+    """Add the sums over two sets of keys; sums over no keys change no bit."""
     new_top_M = tl.maximum(top_M, other_top_M)
     base_M = tl.where(new_top_M == float("-inf"), 0.0, new_top_M)
     keep_M = tl.exp2(top_M - base_M)
@@ -64,10 +68,10 @@ def _split_kernel(
     R: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, SPLIT: tl.constexpr, PRODUCTS: tl.constexpr,
 ):  # fmt: skip
-    """A block of rows of one sequence and KV head over some of the splits, one after the other; grid (Q x blocks of
-    rows, G, programs that share the splits).
+    """Sum up some of the splits for a block of rows of one sequence and KV head; grid (Q x blocks of rows, G, programs
+    that share the splits).
 
-    It writes what each split comes to by itself: weighted values (G, S, T x R, E), largest scores and sums of weights
+    It writes the sums of each split by itself: weighted values (G, S, T x R, E), largest scores and sums of weights
     (G, S, T x R). Splits in which none of its rows sees a key are left out.
     """
     g = tl.program_id(1)
@@ -117,7 +121,7 @@ def _tail_kernel(
     R: tl.constexpr, BR: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BE: tl.constexpr,
     U: tl.constexpr, BU: tl.constexpr, SPLIT: tl.constexpr, PRODUCTS: tl.constexpr,
 ):  # fmt: skip
-    """The output of one token in the heads of one KV head: its splits in their order, then its tail; grid (T, G)."""
+    """Compute the output of one token in the heads of one KV head: its splits in order, then its tail; grid (T, G)."""
     token = tl.program_id(0)
     g = tl.program_id(1)
     r = tl.arange(0, BR)
@@ -183,10 +187,11 @@ def launch_by_position(
     scale: float,
     num_programs: int | None = None,
 ) -> torch.Tensor:
-    """Arguments and result as those of `by_position`.
+    """Launch the kernels of `by_position`: arguments and result are the same, but for one more argument.
 
     Args:
-        num_programs: programs that share the splits of a block of rows; None chooses by the shapes and the device.
+        num_programs: programs that share the splits of a block of rows, which does not change results; None: chosen by
+            the shapes and the device.
     """
     q_HTD, k_GND, v_GNE = (states[0] if states.stride(-1) == 1 else states[0].contiguous()
                            for states in (q_1HTD, k_1GND, v_1GNE))  # fmt: skip
@@ -219,11 +224,14 @@ def launch_by_position(
 
 
 def split_sizes(dim: int, value_dim: int, itemsize: int) -> dict[str, int]:
-    """What the first kernel is compiled for: by no number of tokens.
+    """Choose block sizes and warps of the first kernel; they do not depend on the number of tokens.
 
     Args:
         dim, value_dim: D and E, up to 256 each.
-        itemsize: bytes of a number.
+        itemsize: bytes of a number of queries, keys and values.
+
+    Returns:
+        The compile-time arguments of the launch, by name.
     """
     sizes = block_sizes(ROWS, dim, value_dim, itemsize)
     if max(sizes["BD"], sizes["BE"]) > 128:
@@ -232,7 +240,15 @@ def split_sizes(dim: int, value_dim: int, itemsize: int) -> dict[str, int]:
 
 
 def tail_sizes(repeats: int, sizes: dict[str, int]) -> dict[str, int]:
-    """What the second kernel is compiled for, with the blocks of the first."""
+    """Choose block sizes and warps of the second kernel.
+
+    Args:
+        repeats: R, query heads of a KV head.
+        sizes: block sizes of the first kernel, as `split_sizes` returns them.
+
+    Returns:
+        The compile-time arguments of the launch, by name.
+    """
     block_rows = max(triton.next_power_of_2(repeats), 16)  # 16: the least that a tensor core multiplies
     return {
         "BR": block_rows,
@@ -256,13 +272,15 @@ def by_position(
     sequences_Q4: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """Every token attends to the keys of the positions up to its own, along its path; where they are is data.
+    """Compute attention by position on a GPU, as an operator of torch that a CUDA graph can hold.
+
+    Each token attends to the keys along its path, up to its own position.
 
     Args:
-        q_1HTD: queries; float16, bfloat16 or float32, as keys and values.
-        k_1GND, v_1GNE: keys and values of all sequences, those of cached tokens and of the pass's.
-        tail_starts_T, window_starts_T, tail_keys_TU, seen_TU, sequences_Q4: `lp.attention.key_places.KeyPlaces`. Each
-            token is one of some sequence; a sequence may have none.
+        q_1HTD: queries of the pass's tokens: float16, bfloat16 or float32, like keys and values.
+        k_1GND, v_1GNE: keys and values of all sequences: cached tokens, and those of the pass.
+        tail_starts_T, window_starts_T, tail_keys_TU, seen_TU, sequences_Q4: the fields of
+            `lp.attention.key_places.KeyPlaces`. Each token belongs to a sequence; a sequence may have no tokens.
         scale: factor on the scores.
 
     Returns:

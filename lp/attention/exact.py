@@ -1,4 +1,4 @@
-"""Attention kernels held against exact attention over the tensors that a model gives them.
+"""Checks an attention kernel: records what a model's layers give it, and compares its results with exact attention.
 
 H: query heads, T: step tokens, N: keys, D: head dimension.
 """
@@ -16,19 +16,20 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 NAME = "lp_recorded"
-_CALLS = "_lp_attention_calls"  # attribute of a config: what `_recorded` calls, and where it leaves what it saw
-# A kernel may be this many times as far off as plain products in its dtype are: it may round elsewhere, as often.
+_CALLS = "_lp_attention_calls"  # attribute of a config: the function that `_recorded` calls, and its list of calls
+# A kernel's error may be this many times that of plain products in its dtype, since it may round at other places.
 SLACK = 4
-OTHERWISE = ("softcap", "s_aux", "position_bias")  # arguments of a function that is not softmax(q k) v alone
+OTHERWISE = ("softcap", "s_aux", "position_bias")  # arguments by which a function computes more than softmax(q k) v
 
 
 @dataclass(frozen=True)
 class Call:
-    """What an attention function was given, and returned.
+    """A recorded call of an attention function: its input and its output.
 
     Attributes:
-        layer: index of the layer.
-        q_HTD, k_HND, v_HND, out_HTD: keys and values as every query head sees them.
+        layer: index of the layer that made the call.
+        q_HTD, k_HND, v_HND: queries, keys and values; those of a KV head are repeated for each of its query heads.
+        out_HTD: what the function returned.
         scale: factor on the scores.
     """
 
@@ -40,10 +41,14 @@ class Call:
     scale: float
 
     def errors(self, visible_TN: torch.Tensor) -> tuple[float, float]:
-        """The kernel's error, and the largest that is put down to rounding; relative to sum(p |v|) of a token's head.
+        """Compare the recorded output with exact attention, in float64.
 
         Args:
-            visible_TN: bool, which keys the first tokens see; the function may have been given more of both.
+            visible_TN: bool, which keys the first T tokens see; the call may have had more tokens and keys.
+
+        Returns:
+            The kernel's largest error of a token in a head, and the largest that rounding explains; both relative to
+            the size of sum(p |v|).
         """
         num_tokens, num_keys = visible_TN.shape
         dtype = self.q_HTD.dtype
@@ -61,11 +66,13 @@ class Call:
 
 @contextmanager
 def recorded(model: PreTrainedModel, implementation: str) -> Iterator[list[Call]]:
-    """What is called as attention of this implementation within the block, if it is softmax attention alone.
+    """A `with` block that records the calls of a model's attention function; gives the list that they are added to.
+
+    Calls that compute more than softmax attention, such as capped scores or sinks, are not recorded.
 
     Args:
-        model: nobody else's; its config is written to.
-        implementation: its attention, one that transformers knows by name.
+        model: a model that nothing else uses meanwhile: its config is changed within the block.
+        implementation: transformers' name of the attention function that the model uses.
     """
     calls: list[Call] = []
     AttentionInterface.register(NAME, _recorded)

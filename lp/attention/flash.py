@@ -1,6 +1,7 @@
-"""Attention of a tree-shaped step: all cached keys without a mask, the step's own keys with the step's mask.
+"""The backend `attention=flash`: attention to all cached keys without a mask, to the step's own keys under its mask.
 
-On a CPU in two parts, merged by their log-sum-exp; on a GPU by `lp.attention.flash_cuda`.
+On a CPU these are two calls of torch's FlashAttention, merged by their log-sum-exp; on a GPU `lp.attention.flash_cuda`
+chooses a kernel.
 
 H: query heads, G: KV heads, D: head dimension, T: step tokens, L: cached tokens, C: cache slots, N: keys, L + T or C,
 U: keys of the step that a block of queries may see. A log-sum-exp is `lse`.
@@ -34,8 +35,8 @@ from lp.attention.merging import masked_attention, merge, with_sinks
 from lp.attention.parts import InParts
 from lp.attention.registry import register_attention
 
-SHORT = 512  # cached tokens up to which one masked call is faster on a CPU than two and their merge
-BLOCK = 128  # tokens of a prompt that a CPU computes at once
+SHORT = 512  # up to so many cached tokens one masked call is faster on a CPU than two calls and their merge
+BLOCK = 128  # queries of a prompt that are computed at once
 _cpu_flash: Callable[..., tuple[torch.Tensor, torch.Tensor]] = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 )
@@ -51,17 +52,18 @@ def step_attention(
     sequences_Q4: torch.Tensor | None = None,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Every token of a step attends to all cached tokens, and to those of the step that its mask shows.
+    """Compute the attention of a tree-shaped step: each token sees all cached tokens, and step tokens by a mask.
 
     Args:
-        q_1HTD: queries.
-        k_1GND, v_1GND: keys and values of the cached tokens, then the step's, N = L + T; of the whole cache, N = C, if
-            `slot_mapping_T` is given.
-        mask_11TT: additive, among the step's tokens.
+        q_1HTD: queries of the step's tokens.
+        k_1GND, v_1GND: keys and values: of the cached tokens, then the step's, N = L + T; or of all cache slots, N = C,
+            if `slot_mapping_T` is given.
+        mask_11TT: numbers added to the scores of the step's tokens among each other.
         scale: factor on the scores; None is 1 / sqrt(D).
-        slot_mapping_T: int64, the cache slots of the step's tokens, the first right behind the cached ones: L is data.
-        sequences_Q4: see `AttentionBackend.forward_arguments`; given on a GPU alone.
-        sinks_H: the score of each head's attention sink; None: it has none.
+        slot_mapping_T: int64, the cache slots of the step's tokens, consecutive; the first one is L, which a captured
+            step so reads from memory.
+        sequences_Q4: places of several sequences, on a GPU alone; see `AttentionBackend.forward_arguments`.
+        sinks_H: score of each head's attention sink; None: no sinks.
 
     Returns:
         (1, H, T, D).
@@ -92,7 +94,7 @@ def _in_one_call(
     scale: float | None,
     sinks_H: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention on a CPU, and its log-sum-exp."""
+    """Attention under an additive mask (None: to all keys) by one call on a CPU; and its log-sum-exp."""
     found = _cpu_flash(q_1HTD, k_1GND, v_1GND, 0.0, False, attn_mask=mask_11TN, scale=scale)
     return found if sinks_H is None else with_sinks(*found, sinks_H)
 
@@ -105,7 +107,7 @@ def _on_cpu(
     scale: float | None,
     sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
-    """A block of queries, which see the cached tokens and, of the step's, the U up to their last."""
+    """Attention of a block of queries on a CPU, to the cached tokens and, by the mask, to the step's first U tokens."""
     length = k_1GND.shape[2] - mask_11TU.shape[3]
     if length < SHORT:
         return _in_one_call(q_1HTD, k_1GND, v_1GND, F.pad(mask_11TU, (length, 0)), scale, sinks_H)[0]
@@ -117,9 +119,9 @@ def _on_cpu(
 
 
 def _mask_over_cache(mask_11TT: torch.Tensor, slot_mapping_T: torch.Tensor, capacity: int) -> torch.Tensor:
-    """The mask over all cache slots, (1, 1, T, C): shows all before the step's, and none behind them."""
+    """Widen a step's mask to all cache slots, (1, 1, T, C): slots before the step's are seen, those behind are not."""
     num_tokens = len(slot_mapping_T)
-    index_C = torch.arange(capacity, device=slot_mapping_T.device) - slot_mapping_T[0]  # of the step's tokens
+    index_C = torch.arange(capacity, device=slot_mapping_T.device) - slot_mapping_T[0]  # index among the step's tokens
     mask_11TC = mask_11TT[..., index_C.clamp(0, num_tokens - 1)]
     mask_11TC = mask_11TC.masked_fill(index_C >= num_tokens, torch.finfo(mask_11TT.dtype).min)
     return mask_11TC.masked_fill(index_C < 0, 0.0)
@@ -137,16 +139,22 @@ def flash_attention_forward(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function for transformers: ours where the mask is a step's own, (1, 1, T, T), else sdpa.
+    """The attention function that transformers' layers call; it looks at the mask to decide how to compute.
+
+    A mask (1, 1, T, T) is that of a step: `step_attention` computes it. Other masks cover all keys, as those of sliding
+    windows do: sdpa computes them, or with sinks this file.
 
     Args:
+        module: the attention layer.
         query: (1, H, T, D).
-        key, value: (1, G, N, D), cached tokens included.
+        key, value: (1, G, N, D), cached tokens included; InParts if the step has several sequences.
+        attention_mask: mask of the step, as `Flash.mask` makes it; None: no mask.
+        scaling: factor on the scores; None is 1 / sqrt(D).
         slot_mapping, sequences: see `step_attention`.
-        s_aux: (H,), the attention sinks, as transformers calls them.
+        s_aux: (H,), scores of the attention sinks, as transformers calls them; None: no sinks.
 
     Returns:
-        (1, T, H, D), and no weights, as transformers expects it.
+        (1, T, H, D), and None in place of attention weights, as transformers expects.
     """
     if isinstance(attention_mask, InParts) or isinstance(key, InParts):
         if not (isinstance(attention_mask, InParts) and isinstance(key, InParts) and isinstance(value, InParts)):
@@ -183,7 +191,7 @@ def _over_all_keys(
     scaling: float | None,
     sinks_H: torch.Tensor,
 ) -> torch.Tensor:
-    """Attention with sinks under a mask over all keys, or a causal one, which sdpa leaves out: (1, H, T, D)."""
+    """Attention with sinks, which sdpa can't compute, under a mask over all keys (None: causal): (1, H, T, D)."""
     num_tokens, num_keys = query.shape[2], key.shape[2]
     if mask is None:
         visible_TN = torch.ones(num_tokens, num_keys, dtype=torch.bool, device=query.device)
@@ -206,7 +214,7 @@ def _attention_of_part(
     s_aux: torch.Tensor | None,
     kwargs: dict[str, Any],
 ) -> torch.Tensor:
-    """Attention within one sequence, where a step has several: (1, T, H, D)."""
+    """Attention within one of several sequences of a step: (1, T, H, D)."""
     sees_everything = mask.shape[2:] == (1, 1) and query.device.type == "cpu"  # which a single token does
     shown = None if sees_everything else mask
     return flash_attention_forward(module, query, key, value, shown, scaling, s_aux=s_aux, **kwargs)[0]
@@ -214,8 +222,10 @@ def _attention_of_part(
 
 @register_attention("flash")
 class Flash(AttentionBackend):
-    """The two parts and their merge; `auto` takes it instead of sdpa, flash attention and flex, and for all models with
-    attention sinks."""
+    """The fast backend of tree-shaped steps, see this module.
+
+    `attention=auto` takes it for models loaded with sdpa, FlashAttention or flex, and for all with attention sinks.
+    """
 
     implementation = "lp_tree"  # transformers takes a name with "flash" in it for the flash-attn package
     alternative = "sdpa"

@@ -1,9 +1,11 @@
-"""Attention of a tree-shaped step on CUDA: by the fastest kernel that agrees with plain products on this device.
+"""Attention of a tree-shaped step on CUDA: by the first of three kernels, the fastest first, that passes a trial.
 
-- triton: `lp.attention.tree_kernel`, all keys in one pass, split over them; where Triton is installed.
-- paged: torch's FlashAttention for the cached keys, plain products for the step's own, and their merge. Told where the
-  pages of the cache lie, it splits over keys; without, 64 queries keep 32 of 132 SMs busy.
-- varlen: the same without pages, for a torch that splits wrongly or cannot.
+- triton: `lp.attention.tree_kernel`, where Triton is installed: all keys in one pass, divided among programs.
+- paged: torch's FlashAttention for the cached keys, plain products for the step's own, and their merge. Given a table
+  of the cache's pages, FlashAttention divides the keys; without, 64 queries keep 32 of 132 SMs busy.
+- varlen: like paged, but without pages, for versions of torch that divide keys wrongly or not at all.
+
+In the trial, made at first use, a kernel must agree with plain products on drawn tensors on this device.
 
 H: query heads, G: KV heads, D: head dimension, T: step tokens, L: cached tokens, C: cache slots, N: keys, L + T or C.
 """
@@ -26,23 +28,23 @@ logger = logging.getLogger(__name__)
 
 HALVES = (torch.float16, torch.bfloat16)
 TRITON = is_installed("triton")
-DTYPES = (*HALVES, torch.float32) if TRITON else HALVES  # that some kernel here takes
+DTYPES = (*HALVES, torch.float32) if TRITON else HALVES  # dtypes that some kernel here takes
 PAGE = 256  # cache slots, the unit of FlashAttention's block tables
 TRIAL_CAPACITY = 5 * PAGE
 TRIAL_LENGTHS = (0, 300, 1000)
-TRIAL_TOKENS = (1, 17, 64)  # of steps that take blocks of other sizes
-SEQUENCE_TOKENS = 17  # of the trial of several sequences
-# A trial's largest error of a token, relative to its size: four times an eps, of which a right kernel makes half, as it
-# rounds probabilities and results. In float32 it is the order of the sums, over at most so many keys. A token that sees
-# one key too many, or too few, is off by 0.1.
+TRIAL_TOKENS = (1, 17, 64)  # numbers of step tokens for which kernels use blocks of different sizes
+SEQUENCE_TOKENS = 17  # step tokens in the trial with several sequences
+# Largest error of a token that passes the trial, relative to its size: 4 eps. A right kernel makes about half of that,
+# as it rounds probabilities and results. In float32 the error is that of the order of sums, over at most so many keys.
+# A token that sees one key too many, or too few, is off by 0.1.
 TRIAL_TOLERANCE = {dtype: 4 * torch.finfo(dtype).eps for dtype in HALVES}
 TRIAL_TOLERANCE[torch.float32] = (max(TRIAL_LENGTHS) + max(TRIAL_TOKENS)) * torch.finfo(torch.float32).eps
-TRIAL_SEQUENCES = ((0, 11, 500, 300), (11, 6, 20, 37))  # of each its first token, tokens, first slot and cached tokens
-Kernel = Callable[..., torch.Tensor]  # of queries, keys, values, mask, scale, slot_mapping_T and sinks_H
+TRIAL_SEQUENCES = ((0, 11, 500, 300), (11, 6, 20, 37))  # see `sequences_Q4`
+Kernel = Callable[..., torch.Tensor]  # takes queries, keys, values, mask, scale, slot_mapping_T and sinks_H
 
 
 class Shape(NamedTuple):
-    """What a kernel is tried with."""
+    """The device, dtype and head sizes of a model's attention, for which a kernel is tried."""
 
     device: torch.device
     dtype: torch.dtype
@@ -63,11 +65,12 @@ def step_attention_on_cuda(
     sequences_Q4: torch.Tensor | None = None,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Arguments and result as those of `lp.attention.flash.step_attention`.
+    """Compute `lp.attention.flash.step_attention` on a GPU: arguments and result are the same.
 
     Raises:
         ValueError: no kernel works on this device.
-        RuntimeError: several sequences, and it is a kernel that takes one, or fails its trial with several.
+        RuntimeError: the step has several sequences, and the chosen kernel takes only one, or failed the trial with
+            several.
     """
     _, heads, _, dim = q_1HTD.shape
     _, kv_heads, _, value_dim = v_1GND.shape
@@ -88,10 +91,21 @@ def step_attention_on_cuda(
 def kernel_for(
     device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, value_dim: int, has_sinks: bool
 ) -> str:
-    """The first of KERNELS that passes its trial, made at first use: before a graph is captured, since steps warm up.
+    """Choose the kernel for a model's attention: the first of KERNELS that passes the trial.
+
+    The trial runs at first use and is remembered. It comes before a graph is captured, since a step warms up first.
+
+    Args:
+        device, dtype: device and dtype of queries, keys and values.
+        heads, kv_heads: H and G.
+        dim, value_dim: head dimension of queries and keys, and of values.
+        has_sinks: whether heads have attention sinks.
+
+    Returns:
+        A name of KERNELS, such as "triton".
 
     Raises:
-        ValueError: none does; with the reason of each.
+        ValueError: no kernel passes; the message has the reason for each.
     """
     return _first_fit(Shape(device, dtype, heads, kv_heads, dim, value_dim, has_sinks))
 
@@ -125,7 +139,7 @@ def _first_fit(shape: Shape) -> str:
 
 
 def _trial_error(kernel: Kernel, shape: Shape) -> float:
-    """The largest relative error of a token in drawn steps, against plain products in float32."""
+    """Run a kernel on drawn steps: the largest relative error of a token against plain products in float32."""
     device, dtype, heads, kv_heads, dim, value_dim, _ = shape
     drawn, sinks_H = _drawn(shape)
     errors = []
@@ -153,7 +167,7 @@ def _trial_error(kernel: Kernel, shape: Shape) -> float:
 
 @functools.cache
 def _error_of_sequences(shape: Shape) -> float:
-    """The largest relative error in a step of several sequences in one pool, by the kernel that takes them."""
+    """Largest relative error of a token by the Triton kernel in a step of several sequences in one pool."""
     device, dtype, heads, kv_heads, dim, value_dim, _ = shape
     drawn, sinks_H = _drawn(shape)
     q = drawn(1, heads, SEQUENCE_TOKENS, dim)
@@ -178,7 +192,7 @@ def _error_of_sequences(shape: Shape) -> float:
 
 
 def _drawn(shape: Shape) -> tuple[Callable[..., torch.Tensor], torch.Tensor | None]:
-    """What draws the tensors of a trial, given their sizes; and the sinks, where there are some."""
+    """A function that draws a tensor of given sizes for a trial, and drawn sinks, None if the shape has none."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*sizes: int) -> torch.Tensor:

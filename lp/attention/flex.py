@@ -1,4 +1,4 @@
-"""FlexAttention under a block mask of the step: for GPUs."""
+"""The backend `attention=flex`: torch's FlexAttention under a block mask of the step, for GPUs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from lp.attention.registry import register_attention
 
 
 def block_mask(visible_TN: torch.Tensor) -> BlockMask:
-    """The mask for FlexAttention, which skips the blocks of keys that no token sees."""
+    """Make a mask for FlexAttention, which skips blocks of keys that no token sees.
+
+    Args:
+        visible_TN: bool, which of N keys each of T tokens sees.
+    """
     num_tokens, num_keys = visible_TN.shape
     return create_block_mask(
         lambda batch, head, token, key: visible_TN[token, key], None, None, num_tokens, num_keys, visible_TN.device
@@ -20,7 +24,7 @@ def block_mask(visible_TN: torch.Tensor) -> BlockMask:
 
 @register_attention("flex")
 class Flex(AttentionBackend):
-    """transformers' FlexAttention."""
+    """Attention by FlexAttention through transformers; its steps can't be captured."""
 
     implementation = "flex_attention"
     capture_obstacle = "attention=flex makes a mask of another kind each step"

@@ -1,4 +1,7 @@
-"""Where the keys of a token lie that `lp.attention.by_position` adds up: cached ones in tiles, and its tail.
+"""Finds where the keys lie that each token of a pass attends to, for the backend `lp.attention.by_position`.
+
+That backend adds up a token's keys by their positions: first the cached keys before A(p), then the tail, the keys from
+A(p) up to the token's own position p, which may be cached or in the step. `lp.attention.by_position` defines A(p).
 
 T: tokens of the pass, L: cached tokens, N: keys of all sequences, U: keys of a tail, Q: sequences.
 """
@@ -12,25 +15,25 @@ from torch.nn import functional as F
 
 from lp.attention.base import PooledView, StepView, Window
 
-DEPTH = 32  # positions behind the cached ones that a step may reach
-UNIT = 64  # tails begin at multiples of it
+DEPTH = 32  # most positions behind the cached ones that a step may reach
+UNIT = 64  # tails begin at positions that are multiples of it
 TILE = 256  # cached keys that are summed at once
 TAIL = DEPTH + UNIT  # U
 ROWS = 8  # a part of a pass is padded to a multiple of it: libraries have other kernels for a few rows
 
 
 class KeyPlaces(NamedTuple):
-    """Where the keys of each token of a pass lie, in sequences that have a run of the N keys each.
+    """The keys that each token of a pass attends to, as indices into N keys, in which each sequence has a run.
 
-    Behind the tokens of a sequence by itself there may be rows, to a multiple of ROWS, which see what the first does.
+    For a single sequence there may be more rows than tokens, up to a multiple of ROWS; they repeat the first row.
 
     Attributes:
-        tail_starts_T: int64, A(p) of each token.
-        window_starts_T: int64, the first position that each token sees; may be negative.
-        tail_keys_TU: int64, which of the N keys are those of the positions from A(p) on; the token's own key in place
-            of those that it does not see, which may be no numbers.
-        seen_TU: bool, whether a token sees them: up to its own position, within its sliding window.
-        sequences_Q4: int64, of each sequence its first token, its tokens, its first key and its cached tokens.
+        tail_starts_T: int64, A(p) of each token: the position at which its tail begins.
+        window_starts_T: int64, the first position that each token sees, by its sliding window; may be negative.
+        tail_keys_TU: int64, index of the key at each position of a token's tail; where the token sees no key, that of
+            its own key, since the memory there may hold NaNs.
+        seen_TU: bool, whether the token sees the key at each position of its tail.
+        sequences_Q4: int64, for each sequence (first token, number of tokens, first key, number of cached tokens).
     """
 
     tail_starts_T: torch.Tensor
@@ -40,12 +43,12 @@ class KeyPlaces(NamedTuple):
     sequences_Q4: torch.Tensor
 
     def of_rows(self, rows: slice | torch.Tensor) -> KeyPlaces:
-        """Keep the rows of some tokens, for a sequence that is computed by itself."""
+        """Keep the rows of some tokens, to compute one sequence by itself."""
         starts_T, window_starts_T = self.tail_starts_T[rows], self.window_starts_T[rows]
         return KeyPlaces(starts_T, window_starts_T, self.tail_keys_TU[rows], self.seen_TU[rows], self.sequences_Q4)
 
     def padded(self) -> KeyPlaces:
-        """Add rows to a multiple of ROWS, since libraries compute a few rows otherwise."""
+        """Add rows up to a multiple of ROWS: libraries use other kernels, which round differently, for a few rows."""
         count = len(self.tail_starts_T)
         rows = torch.arange(-(-count // ROWS) * ROWS, device=self.tail_starts_T.device)
         rows[count:] = 0
@@ -53,24 +56,28 @@ class KeyPlaces(NamedTuple):
 
 
 class PlacesMask(torch.Tensor):
-    """`KeyPlaces` in place of a mask, (1, 1, tokens, 1), on the host; it passes through a model as it is."""
+    """Carries `KeyPlaces` through a model to the attention function, in place of a mask: zeros (1, 1, tokens, 1).
+
+    Attributes:
+        places: the keys that each token attends to.
+    """
 
     places: KeyPlaces
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def of(cls, view: StepView | PooledView) -> PlacesMask:
-        """Make the mask of a pass, whose tokens see what the view says."""
+        """Make the mask of a pass from a view, which says which keys its tokens see."""
         mask = torch.zeros(1, 1, len(view.positions_T), 1).as_subclass(cls)
         mask.places = key_places(view)
         return mask
 
 
 def key_places(view: StepView | PooledView) -> KeyPlaces:
-    """Where the keys of each token lie. On a GPU nothing waits, and all but the number of tokens is data.
+    """Find the keys of every token of a pass; on a GPU by operations that a CUDA graph can hold.
 
     Args:
-        view: what tokens see, each the end of a path with one token at every position behind the cached ones.
+        view: which keys tokens see; each token ends a path that has one token at every position behind the cached ones.
     """
     positions_T = view.positions_T
     num_tokens = len(positions_T)
@@ -105,7 +112,7 @@ def key_places(view: StepView | PooledView) -> KeyPlaces:
 
 
 def _check_depth(positions_T: torch.Tensor, starts_T: torch.Tensor, length: int) -> None:
-    """Keys below A(p) are looked for at the places of their positions; a GPU is not waited for to know it."""
+    """Assert that all keys before A(p) are cached, in the order of their positions; on a GPU this is not checked."""
     if positions_T.device.type != "cpu" or (end := int(starts_T.max())) <= length:
         return
     in_order = torch.arange(length, end)

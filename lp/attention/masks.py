@@ -1,4 +1,4 @@
-"""The masks of a step for one model, whose layers may be of several kinds: full attention, sliding window, chunks."""
+"""Builds the attention masks of a step for a model whose layers have full attention, a sliding window or chunks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SLIDING = "sliding_attention"
 CHUNKED = "chunked_attention"
 KINDS = {FULL, SLIDING, CHUNKED}
 _COMPRESSED = "keys stand for several tokens each, by their cache slots"
-# Why a tree mask cannot say what a token sees, in the layers of some kinds.
+# Kinds of layers for which no tree mask can say what a token sees, and why.
 OBSTACLES = {
     "indexed_attention": "an indexer with a cache of its own picks the keys, and of equal ones by their cache slots",
     "compressed_sparse_attention": _COMPRESSED,
@@ -22,21 +22,24 @@ OBSTACLES = {
 }
 # Layers without attention, and what their masks are called: they are handed none, since nothing is padded.
 UNMASKED = {"linear_attention", "conv", "moe", "mlp"}
-Masks = Mask | dict[str, Mask | None] | None  # of a step; by kind of layer where a model mixes them
+Masks = Mask | dict[str, Mask | None] | None  # masks of a step, by kind of layer if a model mixes them
 HYBRID = "hybrid"  # full attention beside a recurrent layer
 
 
 def named_kinds(config: PretrainedConfig) -> list[str]:
-    """The kind of every layer, where the config names them."""
+    """The kind of every layer as the config names it, such as "sliding_attention"; empty if it names none."""
     named = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)  # the latter: GPT-Neo
     return list(named or [])
 
 
 def layer_kinds(config: PretrainedConfig) -> set[str]:
-    """The kinds of attention in a model's layers; none of those that have no attention.
+    """The kinds of attention that occur in a model's layers: FULL, SLIDING, CHUNKED; empty if no layer has attention.
+
+    Args:
+        config: the text model's config.
 
     Raises:
-        ValueError: a kind that a tree mask cannot express.
+        ValueError: some layers have a kind of attention that a tree mask can't express.
     """
     sliding = getattr(config, "sliding_window", None)
     kinds = set(named_kinds(config) or [SLIDING if sliding else FULL]) - UNMASKED
@@ -54,18 +57,18 @@ def layer_kinds(config: PretrainedConfig) -> set[str]:
 
 
 def window_of(kind: str, config: PretrainedConfig) -> Window | None:
-    """What a token sees in layers of a kind; None: everything before it."""
+    """The window of layers of a kind, by the config; None: a token sees everything before it."""
     size = getattr(config, {SLIDING: "sliding_window", CHUNKED: "attention_chunk_size"}.get(kind, ""), None)
     return Window(size, kind == CHUNKED) if size else None
 
 
 class StepMasks:
-    """Builds the attention masks of a step for one model and backend; transformers hands them on as they are.
+    """Builds the attention masks of each step for one model and backend, in the form that the model takes.
 
     Args:
         config: the text model's config.
-        dtype, device: the model's dtype and device, which masks get.
-        backend: turns what a step's tokens see into a mask.
+        dtype, device: dtype and device of the model, and of its masks.
+        backend: makes a mask from a description of which tokens see which keys.
     """
 
     def __init__(
@@ -79,12 +82,14 @@ class StepMasks:
         self.backend = backend
 
     def build(self, view: View) -> Masks:
-        """The mask of a pass, or one by kind of layer where a model mixes them.
-
-        None for a single token that sees everything, if the backend takes that, and for a model without attention.
+        """Build the `attention_mask` of a forward pass.
 
         Args:
-            view: what layers with full attention see.
+            view: which keys each token sees in layers with full attention.
+
+        Returns:
+            One mask; or, if the model mixes kinds of layers, a dict by kind. None for a model without attention, and
+            for a single token that sees everything if the backend needs no mask then.
         """
         if not self.kinds:
             return None

@@ -1,7 +1,9 @@
-"""Attention over parts of the keys, and the merge of two parts by their log-sum-exp (FlashAttention, arXiv 2205.14135,
-section 3.1). An attention sink (gpt_oss) is a part too: one key, of a score of its own and a value of zero.
+"""Attention over two sets of keys, merged by their log-sum-exp (FlashAttention, arXiv 2205.14135, section 3.1).
 
-H: query heads, G: KV heads, D: head dimension, T: step tokens. A log-sum-exp is `lse`.
+The log-sum-exp of the scores, `lse`, tells how much weight a set of keys has. An attention sink (gpt_oss) is merged
+like a set of one key, which has a learned score for each head and a value of zero.
+
+H: query heads, G: KV heads, D: head dimension, T: step tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +14,15 @@ import torch
 def merge(
     out_1HTD: torch.Tensor, lse_1HT: torch.Tensor, other_1HTD: torch.Tensor, other_lse_1HT: torch.Tensor
 ) -> torch.Tensor:
-    """Attention over two sets of keys from the attention over each and its log-sum-exp."""
+    """Attention over the union of two sets of keys, from the attention over each set.
+
+    Args:
+        out_1HTD, other_1HTD: attention over each set.
+        lse_1HT, other_lse_1HT: log-sum-exp of the scores of each set.
+
+    Returns:
+        (1, H, T, D), in the dtype of `out_1HTD`.
+    """
     share = torch.sigmoid(lse_1HT - other_lse_1HT)[..., None]  # float32 at least: halves would lose the smaller part
     wide = share.dtype
     return torch.lerp(other_1HTD.to(wide), out_1HTD.to(wide), share).to(out_1HTD.dtype)
@@ -21,7 +31,16 @@ def merge(
 def with_sinks(
     out_1HTD: torch.Tensor, lse_1HT: torch.Tensor, sinks_H: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over some keys and the sinks of all heads, and its log-sum-exp, from the attention over those keys."""
+    """Add attention sinks to the attention over some keys.
+
+    Args:
+        out_1HTD: attention over the keys, without sinks.
+        lse_1HT: log-sum-exp of its scores.
+        sinks_H: score of each head's sink.
+
+    Returns:
+        Attention with sinks, (1, H, T, D), and its log-sum-exp, (1, H, T).
+    """
     wide = torch.promote_types(out_1HTD.dtype, torch.float32)
     sinks_H1 = sinks_H[:, None].to(wide)
     share = torch.sigmoid(lse_1HT - sinks_H1)[..., None]
@@ -36,7 +55,18 @@ def masked_attention(
     scale: float | None,
     sinks_H: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention with a mask and its log-sum-exp, in plain products: for the few keys of a step."""
+    """Attention under an additive mask in plain matrix products: for few keys, such as those of a step.
+
+    Args:
+        q_1HTD: queries.
+        k_1GTD, v_1GTD: keys and values.
+        mask_11TT: numbers added to the scores, (1, 1, queries, keys).
+        scale: factor on the scores; None is 1 / sqrt(D).
+        sinks_H: score of each head's attention sink; None: no sinks.
+
+    Returns:
+        (1, H, T, D), and the log-sum-exp of the scores, (1, H, T).
+    """
     _, heads, num_tokens, dim = q_1HTD.shape
     q = q_1HTD.reshape(1, k_1GTD.shape[1], -1, num_tokens, dim)  # (1, G, H / G, T, D)
     wide = torch.promote_types(q.dtype, torch.float32)  # scores of halves may overflow, and rounded ones are coarse

@@ -1,4 +1,4 @@
-"""Tensors in parts: how keys, values and masks of several sequences reach an attention function."""
+"""InParts: hands the keys, values and masks of several sequences through a model to its attention function."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ import torch
 
 
 class InParts(torch.Tensor):
-    """A tensor with its parts by sequence, for attention functions that take one after the other.
+    """A tensor that carries one tensor for each sequence of a step, for attention functions that compute one by one.
 
-    It passes through a model as it is; what is computed of it is a plain tensor, without parts.
+    A model hands it on as it is. A result computed from it is a plain tensor without parts.
+
+    Attributes:
+        parts: the tensor of each sequence, in their order in the step.
     """
 
     parts: list[torch.Tensor]
@@ -18,12 +21,12 @@ class InParts(torch.Tensor):
 
     @classmethod
     def of(cls, whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> InParts:
-        """Make an `InParts` of a tensor and its parts, which lie elsewhere."""
+        """Make an InParts that a model sees as `whole`; the parts need not be views of it."""
         tensor = whole.as_subclass(cls)
         tensor.parts = list(parts)
         return tensor
 
     @classmethod
     def of_all(cls, parts: Sequence[torch.Tensor]) -> InParts:
-        """These parts, where the whole is never looked at."""
+        """Make an InParts of parts alone, where the model never looks at the whole."""
         return cls.of(parts[0], parts)

@@ -1,4 +1,4 @@
-"""Where attention backends are registered, and which one a model runs its steps with. A new one is one file:
+"""The registry of attention backends by name, and the choice of the one that a model uses. A new one is one file:
 
     @register_attention("ring")
     class Ring(AttentionBackend):
@@ -34,13 +34,13 @@ _backends: dict[str, AttentionBackend] = {}
 
 
 def register_attention(name: str) -> Callable[[Backend], Backend]:
-    """Register the decorated subclass of AttentionBackend.
+    """Class decorator that makes an AttentionBackend available to users by a name.
 
     Args:
-        name: how users choose it, as in `attention=NAME`.
+        name: what users choose it by, as in `attention=NAME`.
 
     Raises:
-        ValueError: the name is taken.
+        ValueError: another backend has this name.
     """
 
     def register(backend: Backend) -> Backend:
@@ -53,15 +53,18 @@ def register_attention(name: str) -> Callable[[Backend], Backend]:
 
 
 def attention_choices() -> list[str]:
-    """What `attention` may be: "auto" and the names of all backends."""
+    """The values that the setting `attention` may have: "auto" and the names of all backends."""
     return list(dict.fromkeys([AUTO, *BUILT_IN, *_backends]))
 
 
 def backend_named(name: str) -> AttentionBackend:
-    """The backend of a name.
+    """Find a backend by its name, and import it if it is a built-in one.
+
+    Args:
+        name: value of the setting `attention`, except "auto".
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no backend of this name.
     """
     if name not in _backends and name in BUILT_IN:
         import_module(_module_of(name))
@@ -71,12 +74,15 @@ def backend_named(name: str) -> AttentionBackend:
 
 
 def backends_to_try(model: PreTrainedModel, attention: str) -> list[AttentionBackend]:
-    """The backends to try in turn: a named one alone; for "auto", what may replace the one it was loaded with, then it.
+    """List the backends to try for a model, the best first; whether it can run with them is up to the caller to try.
 
-    Whether the model can run with them is for who tries them to find out.
+    Args:
+        model: the model.
+        attention: name of a backend, which is then the only one; or "auto": those that may replace the implementation
+            that the model was loaded with, then this one.
 
     Raises:
-        ValueError: no such backend, or the model's own implementation takes no tree mask.
+        ValueError: there is no backend of this name; or, with "auto", no backend fits the model's implementation.
     """
     if attention != AUTO:
         return [backend_named(attention)]
@@ -97,10 +103,14 @@ def backends_to_try(model: PreTrainedModel, attention: str) -> list[AttentionBac
 
 
 def set_attention(model: PreTrainedModel, backend: AttentionBackend) -> None:
-    """Make a model run with a backend.
+    """Switch a model to a backend.
+
+    Args:
+        model: the model, whose attention implementation is changed.
+        backend: the backend to use.
 
     Raises:
-        ValueError: the model cannot, or would give other results; names a remedy.
+        ValueError: the model can't use the backend, or would give other results; the message has a remedy.
     """
     if reason := backend.unfit(model):
         raise UserError(reason)

@@ -1,4 +1,4 @@
-"""transformers' own scaled dot-product attention of torch, with a mask over all keys: the reference."""
+"""The backend `attention=sdpa`: transformers' own use of torch's fused attention, under a mask over all keys."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lp.attention.registry import register_attention
 
 @register_attention("sdpa")
 class Sdpa(AttentionBackend):
-    """torch's `scaled_dot_product_attention` by way of transformers; runs everywhere."""
+    """Attention by torch's `scaled_dot_product_attention` through transformers; runs everywhere, the reference."""
 
     implementation = "sdpa"
     loadable = True

@@ -1,9 +1,12 @@
-"""Tree attention in two Triton kernels: cached tokens and the step's own in one pass over the KV cache, split over keys
-so that a step of few tokens keeps all SMs busy, then the splits combined by their log-sum-exp ("Flash-Decoding").
+"""Tree attention for GPUs in two Triton kernels ("Flash-Decoding"), the fastest kernel of `attention=flash`.
+
+1. The first kernel reads the keys of cached tokens and of the step in one pass. They are divided into splits, so that a
+   step of few tokens keeps all SMs busy.
+2. The second combines the results of the splits by their log-sum-exp.
 
 H: query heads, G: KV heads, R: query heads of a KV head, H / G, T: step tokens, L: cached tokens, N: keys, L + T or C,
-C: cache slots, D: head dimension of queries and keys, E: of values, S: splits, Q: sequences. One KV head's queries are
-T x R rows.
+C: cache slots, D: head dimension of queries and keys, E: of values, S: splits, Q: sequences. The queries of one KV head
+are T x R rows.
 """
 
 from __future__ import annotations
@@ -16,16 +19,19 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LARGEST_SPLITS = 64
-COMBINED_SPLITS = 8  # that a program loads at once
-PROGRAMS_PER_SM = 2  # that fit beside each other in an SM's shared memory
-SMS_WITHOUT_A_GPU = 8  # for the interpreter
+COMBINED_SPLITS = 8  # splits that a program of the second kernel loads at once
+PROGRAMS_PER_SM = 2  # programs that fit into the shared memory of an SM
+SMS_WITHOUT_A_GPU = 8  # assumed where Triton's interpreter runs the kernels
 
 
 @triton.jit
 def load_queries(
     q_base, head_M, token_M, row_ok_M, stride_qh, stride_qt, D: tl.constexpr, BD: tl.constexpr, PRODUCTS: tl.constexpr
 ):
-    """The queries of a block of rows, each of some head and token, in the dtype that is multiplied: (BM, BD)."""
+    """Load the queries of a block of rows, in the dtype in which products are computed: (BM, BD).
+
+    head_M, token_M: head and token of each row. row_ok_M: whether the row exists; others get zeros. PRODUCTS: dtype.
+    """
     d = tl.arange(0, BD)
     pointers = q_base + head_M[:, None] * stride_qh + token_M[:, None] * stride_qt + d[None, :]
     return tl.load(pointers, mask=row_ok_M[:, None] & (d < D)[None, :], other=0.0).to(PRODUCTS)
@@ -38,9 +44,9 @@ def _attend(
     MASKED: tl.constexpr, ADDITIVE: tl.constexpr, BN: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys: the running maximum, sum and weighted values with it. Exponentials are powers of 2.
+    """Add a block of keys to running sums: largest score, sum of weights, weighted values. Exponentials have base 2.
 
-    MASKED: the block may hold keys of the step, or none behind its last.
+    MASKED: the block may hold keys of the step, which are masked, or places behind its last key, which are not read.
     """
     n = tl.arange(0, BN)
     d = tl.arange(0, BD)
@@ -95,12 +101,12 @@ def _split_kernel(
     BM: tl.constexpr, BN: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_SEQUENCES: tl.constexpr, SPLIT: tl.constexpr,
     ADDITIVE: tl.constexpr, PRODUCTS: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """A block of rows of one KV head over one split of the keys; grid (Q x blocks of rows, G, S).
+    """Attention of a block of rows of one KV head over one split of the keys; grid (Q x blocks of rows, G, S).
 
-    A sequence's rows are a step of their own, whose cache begins at some slot; most blocks of a short one have no rows.
-    Without SPLIT it writes the output, (T, H, E), else that of its split, (G, S, T x R, E), and its log-sum-exp.
-    PRODUCTS is the dtype that is multiplied. HAS_SINKS: sinks_base has a score for each head, whose value is zero; with
-    SPLIT the combination adds it.
+    The rows of each sequence are computed like a step of their own, whose cache begins at some slot; most blocks of a
+    short sequence have no rows. Without SPLIT it writes the output, (T, H, E), else the output of its split, (G, S,
+    T x R, E), and its log-sum-exp. PRODUCTS: dtype in which products are computed. HAS_SINKS: sinks_base has a score
+    for each head's attention sink; with SPLIT the second kernel adds the sinks.
     """
     g = tl.program_id(1)
     split = tl.program_id(2)
@@ -179,7 +185,7 @@ def _combine_kernel(
     parts_base, lse_base, sinks_base, out_base, num_splits,
     R: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BS: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """The output of one row from those of its splits, BS of them at a time; grid (T x R, G)."""
+    """Combine the outputs of a row's splits, BS of them at a time, into its output; grid (T x R, G)."""
     row = tl.program_id(0)
     g = tl.program_id(1)
     e = tl.arange(0, BE)
@@ -212,12 +218,17 @@ def _combine_kernel(
 
 
 def block_sizes(num_rows: int, dim: int, value_dim: int, itemsize: int) -> dict[str, int]:
-    """What a launch is compiled for: two programs fit beside each other in an H100's shared memory, one in an A100's.
+    """Choose block sizes, warps and stages of the first kernel.
+
+    By these, two programs fit into the shared memory of an SM of an H100, one into that of an A100.
 
     Args:
-        num_rows: T x R.
+        num_rows: T x R, rows of a KV head.
         dim, value_dim: D and E, up to 256 each.
-        itemsize: bytes of a number.
+        itemsize: bytes of a number of queries, keys and values.
+
+    Returns:
+        The compile-time arguments of the launch, by name.
     """
     block_dim = max(triton.next_power_of_2(dim), 16)  # 16: the least that a tensor core multiplies
     block_value_dim = max(triton.next_power_of_2(value_dim), 16)
@@ -234,13 +245,20 @@ def block_sizes(num_rows: int, dim: int, value_dim: int, itemsize: int) -> dict[
 
 
 def choose_splits(num_row_blocks: int, kv_heads: int, num_key_blocks: int, num_sms: int) -> int:
-    """S: as many programs as run at once, each with a block of keys at least where the whole buffer is used."""
+    """Choose S, the number of splits: as many as make all programs run at once, but at most one for each block of keys.
+
+    Args:
+        num_row_blocks: blocks of rows of all sequences.
+        kv_heads: G.
+        num_key_blocks: blocks of keys if the whole buffer is used.
+        num_sms: streaming multiprocessors of the GPU.
+    """
     fitting = PROGRAMS_PER_SM * num_sms // (num_row_blocks * kv_heads)
     return max(1, min(fitting, num_key_blocks, LARGEST_SPLITS))
 
 
 def products_of(q: torch.Tensor) -> tl.dtype:
-    """The dtype of what is multiplied: the queries', but for Triton's interpreter, to which bfloat16 is an integer."""
+    """The dtype in which products are computed: the queries'; in Triton's interpreter, without bfloat16, float32."""
     if q.device.type == "cpu" or q.dtype is torch.float32:
         return tl.float32
     return tl.float16 if q.dtype is torch.float16 else tl.bfloat16
@@ -248,6 +266,7 @@ def products_of(q: torch.Tensor) -> tl.dtype:
 
 @functools.cache
 def num_sms_of(device: torch.device) -> int:
+    """Number of streaming multiprocessors of a GPU; an assumed one for a CPU, on which the interpreter runs."""
     if device.type != "cuda":
         return SMS_WITHOUT_A_GPU
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -264,10 +283,10 @@ def launch_tree_attention(
     sinks_H: torch.Tensor | None = None,
     num_splits: int | None = None,
 ) -> torch.Tensor:
-    """Arguments and result as those of `tree_attention`.
+    """Launch the kernels of `tree_attention`: arguments and result are the same, but for one more argument.
 
     Args:
-        num_splits: S; None: by the shapes and the device.
+        num_splits: S, number of splits of the keys; None: chosen by the shapes and the device.
     """
     q_HTD, k_GND, v_GNE = (states[0] if states.stride(-1) == 1 else states[0].contiguous()
                            for states in (q_1HTD, k_1GND, v_1GNE))  # fmt: skip
@@ -318,20 +337,23 @@ def tree_attention(
     sequences_Q4: torch.Tensor | None = None,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Every token of a step attends to all cached tokens, and to those of the step that its mask shows.
+    """Compute the attention of a tree-shaped step on a GPU, as an operator of torch that a CUDA graph can hold.
 
-    Products are added up in float32, whatever the dtype. Keys behind the step's last are never read.
+    Each token sees all cached tokens, and step tokens by a mask. Products are added up in float32, whatever the dtype.
+    Keys behind the step's last are never read.
 
     Args:
-        q_1HTD: queries; float16, bfloat16 or float32, as keys and values.
-        k_1GND, v_1GNE: keys and values of the cached tokens, then the step's, N = L + T; of the whole cache, N = C, if
-            `slot_mapping_T` is given. Any strides, but for the last dimension's.
-        mask_TT: which tokens of the step each one sees (bool), or numbers that are added to the scores.
-        slot_mapping_T: int64, the cache slots of the step's tokens, one behind the other: L, the first, is data.
+        q_1HTD: queries of the step's tokens: float16, bfloat16 or float32, like keys and values.
+        k_1GND, v_1GNE: keys and values: of the cached tokens, then the step's, N = L + T; or of all cache slots, N = C,
+            if `slot_mapping_T` is given. Any strides; a last dimension that is not contiguous is copied.
+        mask_TT: bool, which tokens of the step each one sees; or numbers that are added to the scores.
+        slot_mapping_T: int64, the cache slots of the step's tokens, consecutive; the first one is L, which a captured
+            step so reads from memory.
         scale: factor on the scores.
-        sequences_Q4: int64, of a step of several sequences whose caches lie in one pool: of each its first token, its
-            tokens, its first slot and its cached tokens. Each token is one of some sequence; a sequence may have none.
-        sinks_H: the score of each head's attention sink, in any float dtype.
+        sequences_Q4: int64, for a step of several sequences whose caches are in one pool, for each of them (first
+            token, number of tokens, first slot, number of cached tokens). Each token belongs to a sequence; a sequence
+            may have no tokens. None: one sequence.
+        sinks_H: score of each head's attention sink, in any float dtype; None: no sinks.
 
     Returns:
         (1, H, T, E), a transposed view of memory laid out as (T, H, E).

@@ -74,7 +74,7 @@ class StepTimes:
 
     @cached_property
     def _padded_sizes(self) -> list[int]:
-        """The number of tokens to compute for each number that is needed, 0 to `max_tokens`: more where that is faster."""
+        """How many tokens to compute by how many are needed, 0 to `max_tokens`: more where that is faster."""
         seconds = self._unpadded_seconds
         sizes = list(range(self.max_tokens + 1))
         fastest = self.max_tokens
@@ -111,7 +111,7 @@ class StepTimes:
 
     @cached_property
     def marginal_seconds(self) -> np.ndarray:
-        """The least average seconds per token that any step larger than a size adds: float64 (max_tokens + 1,), by size.
+        """Least average seconds per token that any larger step adds, by size: float64 (max_tokens + 1,).
 
         Growing a draft tree can stop by it: if the next draft token's accept probability is below the price of this
         time, no larger step pays either, since the tokens after it are less likely still.
