@@ -41,8 +41,8 @@ INTRODUCTION = """# Results
 Made by `python scripts/tables.py results` from the records in `docs/experiments/results/`; a test makes it again and
 compares. With `--measure` it measures them again first. The machine is small and shared, two virtual cores: take ratios
 within a table, which alternates its methods prompt by prompt, and not seconds across tables. On a CPU each further
-token of a step costs time, so that `lookahead`, which fixes up to 120 tokens a step, loses what it gains;
-`lookahead_auto`, the default, takes fewer. On a GPU they cost little ([gpu-results.md](gpu-results.md)).
+token of a step costs time: `lookahead`, which fixes up to 120 tokens a step, pays for them, and `lookahead_auto`, the
+default, takes fewer. On a GPU they cost little ([gpu-results.md](gpu-results.md)).
 """
 
 SCALING = """Ranks that wait for each other lose more to other work on the machine than one process does: on a busy one,
@@ -112,6 +112,10 @@ def measure(names: Sequence[str] = MEASURED) -> None:
     scaling = [sys.executable, "-m", "launch.scaling", "project=true", "ranks=[2]"]
     scaled = "lookahead,lookahead@1,plain"
 
+    if real is not None and not Path(real).is_dir():
+        raise UserError(
+            f"LP_REAL_MODEL is {real!r}, which is no folder; run scripts/real_model.sh, and set what it says"
+        )
     for name in names:
         shutil.rmtree(DATA / name, ignore_errors=True)
         out = f"out={(DATA / name).relative_to(ROOT)}"
@@ -119,7 +123,7 @@ def measure(names: Sequence[str] = MEASURED) -> None:
             if name.startswith("real"):
                 assert real
                 folder = Path(parent, "SmolLM2-135M-Instruct")
-                folder.symlink_to(real)
+                folder.symlink_to(Path(real).resolve())
                 options = ["limit=6", methods, "model=hf", f"model.name={folder.name}", f"out={name}"]
                 call(*benchmark, *options, *(sampled if name == "real-sampled" else []), folder=Path(parent))
                 shutil.copytree(Path(parent, name), DATA / name)
