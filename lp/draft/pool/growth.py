@@ -122,7 +122,7 @@ def propose(tables, predictor, tree, proposal, step, price, free):
 
 @jit
 def grow_trunk(tables, predictor, tree, step, price, free):
-    """Grow the trunk: a small draft tree, the same on every rank whatever its window and price, to be divided then.
+    """Grow the trunk: a small draft tree, the same on every rank, which `divide` then divides among them.
 
     Args:
         tables, predictor: Tables and Predictor, which tell the probable tokens.
