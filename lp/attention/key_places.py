@@ -43,7 +43,7 @@ class KeyPlaces(NamedTuple):
     sequences_Q4: torch.Tensor
 
     def of_rows(self, rows: slice | torch.Tensor) -> KeyPlaces:
-        """Keep the rows of some tokens, to compute one sequence by itself."""
+        """Keep the rows of the tokens of one sequence, a slice or indices, to compute the sequence by itself."""
         starts_T, window_starts_T = self.tail_starts_T[rows], self.window_starts_T[rows]
         return KeyPlaces(starts_T, window_starts_T, self.tail_keys_TU[rows], self.seen_TU[rows], self.sequences_Q4)
 
@@ -67,7 +67,7 @@ class PlacesMask(torch.Tensor):
 
     @classmethod
     def of(cls, view: StepView | PooledView) -> PlacesMask:
-        """Make the mask of a pass from a view, which says which keys its tokens see."""
+        """Make the PlacesMask of a pass from a view, which says which keys the pass's tokens see."""
         mask = torch.zeros(1, 1, len(view.positions_T), 1).as_subclass(cls)
         mask.places = key_places(view)
         return mask

@@ -68,7 +68,7 @@ class Budget(Protocol):
 
     @property
     def tokens_per_step(self) -> float:
-        """Average number of tokens that the last steps generated."""
+        """Average number of tokens that the last steps generated for this text; texts that share steps sum it up."""
         ...
 
     @property

@@ -156,7 +156,10 @@ def extended(times: StepTimes, max_tokens: int) -> StepTimes:
 
 
 def scaled(times: StepTimes, plain_s: float) -> StepTimes:
-    """Scale all step times by one factor, so that a plain step takes `plain_s` seconds."""
+    """Scale all step times by one factor, so that a plain step takes `plain_s` seconds.
+
+    A rate that was reckoned by other step times with this `plain_s` stays comparable.
+    """
     share = plain_s / times.plain_s
     return StepTimes(times.num_tokens, tuple(share * each for each in times.seconds), plain_s)
 

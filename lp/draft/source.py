@@ -60,7 +60,12 @@ class StepSamples:
         top_logits: TopLogits,
         ngrams: Sequence[tuple[int, ...]] = (),
     ) -> StepSamples:
-        """Make StepSamples from unpacked top-k logits, one row for each node; the other arguments are attributes."""
+        """Make StepSamples from unpacked top-k logits.
+
+        Args:
+            tokens, positions, parents, sampled, ngrams: see the attributes.
+            top_logits: top-k logits of every node, one row for each: (nodes, K).
+        """
         packed = pack_again(top_logits)
         count, num_logits = packed.shape
         starts = np.arange(count) * num_logits
@@ -73,7 +78,7 @@ class StepSamples:
 
     @property
     def top_logits(self) -> TopLogits:
-        """Tokens and logits of the K largest logits at each of `nodes`: (n, K)."""
+        """The K largest logits, with their tokens, at each of `nodes`: (n, K)."""
         starts = np.asarray(self.starts)[self.nodes]
         return unpack_top_logits(self.packed[starts[:, None] + np.arange(self.num_logits)])
 

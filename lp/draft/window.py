@@ -29,11 +29,13 @@ class WindowDrafts(NamedTuple):
 
 
 class WindowNodes(NamedTuple):
-    """The shape of a rank's part of the window, `c` included, as arrays that compiled functions take.
+    """The shape of a rank's part of the window, as arrays that compiled functions take.
+
+    The first node is `c`, the newest token of the text, at position p.
 
     Attributes:
         parents: int64 (nodes,), index of every node's parent; -1 for `c`, which is node 0.
-        distances: int64 (nodes,), every node's position less p, the position of `c`.
+        distances: int64 (nodes,), every node's position less p.
         on_walk: bool (nodes,), whether the node's token may be accepted: `c`, level 0 and column 0.
         sampled: bool (nodes,), whether a token is sampled at the node: those on a walk, and the last level.
     """
@@ -184,7 +186,7 @@ class LookaheadWindow:
         return [(*(level[j] for level in self.levels), token) for j, token in enumerate(sampled)]
 
     def drafts(self, columns: WindowSlice) -> WindowDrafts:
-        """The tokens of level 0 and column 0 that a rank with these columns computes, to be used as draft tokens."""
+        """The tokens that can serve as draft tokens at no cost on a rank with these columns: level 0, and column 0."""
         if not columns.num_columns:
             return WindowDrafts()
         column_0 = [level[0] for level in self.levels] if columns.first == 0 else []

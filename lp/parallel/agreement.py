@@ -150,7 +150,8 @@ def shared_seed(ranks: RankGroup, call: str, wanted: bool = True) -> int:
 
     Args:
         ranks, call: see `exchange`.
-        wanted: whether a seed is needed; without, ranks take part too, but none is drawn, and the result is 0.
+        wanted: whether this rank needs a seed. All ranks take part anyway; if rank 0 needs none, it draws none, and all
+            get 0.
     """
     seed = int(torch.randint(2**63 - 1, (1,))) if wanted else 0
     return int(exchange(ranks, call, [seed])[0])

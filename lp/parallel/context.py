@@ -199,7 +199,7 @@ class ParallelContext:
                 group.set_timeout(usual)
 
     def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor to the host, and wait for it; an error ends the wait if the device hangs on a lost rank.
+        """Copy a tensor to the host, and wait for it; if the device hangs on a lost rank, an error ends the wait.
 
         Raises:
             RankLost: the device was not done in time, since it waits for a rank that is gone.

@@ -275,7 +275,7 @@ def _fill_message(message, nodes, tokens, top_logits, count, digest, stop, lengt
 
 
 def sampled_at_c(messages: np.ndarray) -> int:
-    """The token that rank 0 sampled at `c`: all that is read in a plain step; `messages` is int64 (R, P)."""
+    """Read the token that rank 0 sampled at `c` from all ranks' messages, int64 (R, P): a plain step has no other."""
     return int(messages[0, HEADER]) >> SAMPLED_SHIFT & TOKEN_MASK
 
 

@@ -73,7 +73,7 @@ class Replica:
 
     @property
     def started(self) -> int:
-        """Number of collectives that this rank has started, without those in compiled code."""
+        """Number of collectives that this rank has started, without those in compiled code, for its `Outcome`."""
         return 0
 
     def outcomes(self, call: str, mine: Outcome) -> list[Outcome]:

@@ -71,7 +71,7 @@ class Places(NamedTuple):
 
 
 def places_of(file: np.ndarray) -> Places:
-    """Where the parts of a corpus' array begin, by its header."""
+    """Find where the parts of a corpus' array begin, from the sizes in its header."""
     _, vocabulary, tokens, rows, pairs, listing_bytes, *_ = file[:HEADER].tolist()
     sizes = [2 * HEADER, tokens, rows, vocabulary + 1, pairs, pairs + 1, -(-listing_bytes // 4)]
     return Places(*np.cumsum(sizes).tolist())
@@ -87,7 +87,8 @@ def find_match(corpus, recent, known):
         known: how many of them to match, at most; no more than MAX_MATCH are.
 
     Returns:
-        (length, first, behind): tokens of the match, 0 if not even 2 match; and its rows, first..behind-1.
+        (length, first, behind): tokens of the match, 0 if not even 2 match; and the rows first..behind-1 of the index,
+        which are its occurrences.
     """
     numbers = corpus.numbers
     if known < 2 or recent[0] >= corpus.vocabulary:
@@ -195,11 +196,11 @@ def live_length(corpus, recent, known, row, end, step):
 
 @jit
 def agrees(corpus, recent, row, length):
-    """Whether a row ends with the newest `length` tokens of the text, given that its last two tokens match.
+    """Whether the occurrence at a row has the newest `length` tokens of the text, given that the last two match.
 
     Args:
         corpus, recent: arguments of `find_match`.
-        row: number of the row.
+        row: number of the row in the index.
         length: tokens to compare.
     """
     newest = corpus.tokens + corpus.numbers[corpus.rows + row]
@@ -211,9 +212,10 @@ def agrees(corpus, recent, row, length):
 
 @jit
 def count_followers(corpus, first, behind, followers, counts):
-    """Count which tokens followed the occurrences of a match; of more than SAMPLED rows, SAMPLED are counted.
+    """Count which tokens followed a match in the files of a corpus, to draft the most frequent ones.
 
-    Rows that are gone are not counted.
+    Each row of the match is one occurrence. Of more than SAMPLED rows only SAMPLED, evenly spread, are looked at; rows
+    whose tokens are gone are not counted.
 
     Args:
         corpus: Corpus.

@@ -88,7 +88,10 @@ def new_tree(nodes: int) -> GrowingTree:
 
 @jit
 def propose(tables, predictor, tree, proposal, step, price, free):
-    """Grow one rank's share of a step's draft tree: with several ranks first the trunk, then the rank's own block.
+    """Grow one rank's share of a step's draft tree.
+
+    With several ranks, it first grows the trunk, a small tree that is the same on all of them, and then goes on from
+    this rank's part of the trunk alone, its block.
 
     Args:
         tables, predictor: Tables and Predictor, which tell the probable tokens.
@@ -119,7 +122,18 @@ def propose(tables, predictor, tree, proposal, step, price, free):
 
 @jit
 def grow_trunk(tables, predictor, tree, step, price, free):
-    """Grow the trunk, the same on every rank whatever its window and price; returns its number of nodes, with `c`."""
+    """Grow the trunk: a small draft tree, the same on every rank, which `divide` then divides among them.
+
+    Args:
+        tables, predictor: Tables and Predictor, which tell the probable tokens.
+        tree: GrowingTree, overwritten.
+        step: StepInput.
+        price: TokenPrice of the rank, of which only calibration and depth discount are used.
+        free: TokenPrice by which tokens cost nothing, with arrays that are long enough.
+
+    Returns:
+        Number of nodes of the trunk, `c` included.
+    """
     nothing = step.rooms[:0]
     alike = StepInput(
         text=step.text,
@@ -286,7 +300,16 @@ def divide(tree, trunk, step):
 
 @jit
 def add_best_choice(tables, predictor, tree, parent, node, step, price):
-    """Add a node to the tree: the likeliest choice of `parent` becomes node number `node`, and gets choices itself."""
+    """Add a node to the tree: the likeliest choice of a parent, which then gets choices itself.
+
+    Args:
+        tables, predictor: Tables and Predictor, which tell the probable tokens.
+        tree: GrowingTree.
+        parent: index of the parent.
+        node: index of the new node.
+        step: StepInput; a node at its `max_depth` gets no choices.
+        price: TokenPrice, for its calibration and depth discount.
+    """
     choice = tree.best_choice[parent]
     tree.tokens[node] = tree.choice_tokens[choice]
     tree.parents[node] = parent
@@ -302,7 +325,16 @@ def add_best_choice(tables, predictor, tree, parent, node, step, price):
 
 @jit
 def likeliest_trunk_node(tree, trunk, rank):
-    """The likeliest trunk node of a rank's block that is not in its share yet; 0 if there is none."""
+    """Find the trunk node that a rank adds to its share next: the likeliest of its block that is not in it yet.
+
+    Args:
+        tree: GrowingTree that `divide` has divided.
+        trunk: number of nodes of the trunk.
+        rank: the rank.
+
+    Returns:
+        Index of the node; 0 if there is none.
+    """
     best = 0
     for node in range(1, trunk):
         likelier = best == 0 or tree.accept_probs[node] > tree.accept_probs[best]
@@ -313,7 +345,15 @@ def likeliest_trunk_node(tree, trunk, rank):
 
 @jit
 def predict_choices(tables, predictor, tree, node, step, price):
-    """Fill in the choices of a node: the tokens that may follow it, with their probabilities given the node."""
+    """Fill in the choices of a node: the tokens that may follow it, with their accept probabilities given the node.
+
+    Args:
+        tables, predictor: Tables and Predictor, which tell the probable tokens.
+        tree: GrowingTree.
+        node: index of the node.
+        step: StepInput.
+        price: TokenPrice, whose calibration and depth discount correct the probabilities.
+    """
     text, end = step.text, step.length
     context = predictor.context
     known = fill_context_of_node(context, tree.tokens, tree.parents, node, text, end, len(context.tokens))
@@ -350,7 +390,7 @@ def find_best_choice(tree, node):
 
 @jit
 def likeliest_parent(tree, nodes):
-    """Among the first `nodes` nodes, the one whose best choice is likeliest to be accepted; the first of equals."""
+    """Find where to grow next: of the first `nodes` nodes, the one whose best choice is likeliest to be accepted."""
     parent = 0
     for node in range(1, nodes):
         if tree.best_prob[node] > tree.best_prob[parent]:

@@ -228,7 +228,7 @@ def gumbel(key, token):
 
 @jit
 def look_up(tables, predictor, known, position):
-    """Find the entries of all contexts that may vote; fills `predictor.keys` and `predictor.entries`.
+    """Find the table entries that may vote for the next token; fills `predictor.keys` and `predictor.entries`.
 
     Reads from memory overlap if none waits for the result of another. So first a key of every bucket is read, then the
     entries are found, and a follower of each is read.
@@ -268,7 +268,7 @@ def look_up(tables, predictor, known, position):
 
 @jit
 def vote(tables, predictor, choices, votes, token, feature):
-    """Record one vote: adds the feature's weight to the token's score. Beyond MAX_CHOICES tokens it is dropped.
+    """Record one vote for a next token: add its feature's weight to the token's score; no more than MAX_CHOICES tokens.
 
     Args:
         tables, predictor: Tables and Predictor.
@@ -296,7 +296,7 @@ def vote(tables, predictor, choices, votes, token, feature):
 
 @jit
 def vote_followers(tables, predictor, choices, votes, entry, feature):
-    """Let an entry of the tables vote for its followers, with a feature that depends on their rank alone.
+    """Let an entry of the tables vote for its followers as next token, with features by their rank alone.
 
     Args:
         tables, predictor: Tables and Predictor.
@@ -318,7 +318,7 @@ def vote_followers(tables, predictor, choices, votes, entry, feature):
 
 @jit
 def vote_guesses(tables, predictor, choices, votes, order, feature):
-    """Let the tokens vote that were sampled for this position before, those of the last step first, each token once.
+    """Let guesses vote for the next token: tokens sampled for this position before, those of the last step first.
 
     Args:
         tables, predictor: Tables and Predictor.
@@ -345,7 +345,7 @@ def vote_guesses(tables, predictor, choices, votes, order, feature):
 
 @jit
 def vote_text(tables, predictor, choices, votes):
-    """Let the text's n-grams vote, with features by order, rank, count, and whether there is only one follower.
+    """Let the text's n-grams vote for the next token, with features by order, rank, count, and being the only follower.
 
     Args:
         tables, predictor: Tables and Predictor.
@@ -422,7 +422,9 @@ def search_corpora(corpora, num_corpora, recent, known, before, match, followers
 
 @jit
 def vote_corpora(tables, predictor, known, choices, votes):
-    """Let the corpus with the longest match vote, with features by the match's length, rows, and a follower's share.
+    """Let the corpus with the longest match vote for the next token, by the tokens that followed the match there.
+
+    Features depend on the match's length and number of occurrences, and on a follower's share of these.
 
     Args:
         tables, predictor: Tables and Predictor.
@@ -452,7 +454,7 @@ def vote_corpora(tables, predictor, known, choices, votes):
 
 @jit
 def bucket_of(value, limits):
-    """Number of the class of a value: how many of the ascending limits it reaches, 0 to len(limits)."""
+    """Sort a value into a class 0 to len(limits), for a feature: how many of the ascending limits it reaches."""
     reached = 0
     while reached < len(limits) and value >= limits[reached]:
         reached += 1
@@ -461,11 +463,13 @@ def bucket_of(value, limits):
 
 @jit
 def share_bucket(count, rows):
-    """Class 0 to 5 of a follower's share of a match's rows: below 1/10, 1/4, 1/2, 4/5, below all, all.
+    """Sort a follower into a class 0 to 5 by its share of a match's occurrences, for a feature.
+
+    The classes are: below 1/10, below 1/4, below 1/2, below 4/5, below all, all.
 
     Args:
-        count: rows with this follower.
-        rows: all rows that were counted.
+        count: occurrences with this follower.
+        rows: all occurrences that were counted.
     """
     if count == rows:
         return 5
@@ -476,7 +480,7 @@ def share_bucket(count, rows):
 
 @jit
 def gap_bucket(gap):
-    """Class of the gap between two logits, 0 to GAPS - 1: how many of THRESHOLDS it reaches."""
+    """Sort the gap between two logits into a class 0 to GAPS - 1, for a feature: how many of THRESHOLDS it reaches."""
     bucket = 0
     while bucket < GAPS - 1 and gap >= THRESHOLDS[bucket]:
         bucket += 1
@@ -485,7 +489,9 @@ def gap_bucket(gap):
 
 @jit
 def vote_logits(tables, predictor, position, key, choices, votes):
-    """Let the top-k logits vote that were last computed behind the longest matching context, with the sampler's noise.
+    """Let top-k logits vote for the next token, those last computed behind the longest matching context.
+
+    The sampler's noise at this position is added to them.
 
     Args:
         tables, predictor: Tables and Predictor, in which the context was looked up.
@@ -523,7 +529,9 @@ def vote_logits(tables, predictor, position, key, choices, votes):
 
 @jit
 def vote_model(tables, predictor, known, logits_order, key, choices, votes):
-    """Let the model's n-grams vote if they know a longer context than the top-k logits do, with the sampler's noise.
+    """Let model n-grams vote for the next token, if they know a longer context than the top-k logits do.
+
+    The sampler's noise at this position is added to their logits.
 
     Args:
         tables, predictor: Tables and Predictor.
@@ -554,7 +562,7 @@ def vote_model(tables, predictor, known, logits_order, key, choices, votes):
 
 @jit
 def vote_by_rank(tables, predictor, width, key, group, choices, votes):
-    """Let logits vote for their tokens, with features by rank and by the gap to the best one, noise added.
+    """Let logits vote for their tokens, with features by rank and by the gap to the best one, the noise added.
 
     Args:
         tables, predictor: Tables and Predictor; the logits are in `logits_tokens` and `noisy_logits`.

@@ -114,13 +114,13 @@ def new_context(longest: int = MAX_CONTEXT) -> Context:
 
 @jit
 def bucket(keys, key):
-    """Index of the first of the WAYS entries among which a key is stored."""
+    """Index of the first of the WAYS entries (a bucket) in which `key` is stored if it is in the table at all."""
     return (I64(key >> S11) & (len(keys) // WAYS - 1)) * WAYS
 
 
 @jit
 def find(keys, key):
-    """Index of the entry that has this key; -1 if there is none, or the key is 0."""
+    """Look up a key in a table's array of keys: index of its entry; -1 if there is none, or the key is 0."""
     first, found = bucket(keys, key), -1
     for entry in range(first, first + WAYS):  # to the end: no branch for the processor to guess
         found = entry if keys[entry] == key else found
@@ -170,7 +170,7 @@ def logits_key(context, order, position):
 
 @jit
 def text_position(tables, position):
-    """Make a number of a position that no other text of the session has: the number of the text is added."""
+    """Make a position unique in a session, by the text's number: later texts must not find guesses for this one."""
     return position + (tables.clock[1] << 32)
 
 
@@ -225,7 +225,15 @@ def add_follower(tables, key, token):
 
 @jit
 def add_text(tables, context, text, start, length):
-    """Remember the n-grams of a text that end with the tokens from index `start` up to `length`."""
+    """Remember the n-grams that a text's new tokens end.
+
+    Args:
+        tables: Tables.
+        context: Context, overwritten.
+        text: int64, token ids.
+        start: index of the first new token.
+        length: length of the text.
+    """
     for end in range(max(start, 1), length):
         known = fill_context(context, text, 0, end)
         hash_context(context, known)
