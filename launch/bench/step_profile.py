@@ -185,7 +185,7 @@ class Profile:
 
     @property
     def over_weights(self) -> float:
-        """Seconds of the smallest forward pass over the seconds of reading the weights at the speed of a copy."""
+        """How many times as long the smallest forward pass takes as reading the weights at the speed of a copy."""
         return self.step_times[0].seconds * self.ceilings.bytes_per_s / self.work.weight_bytes
 
     def as_dict(self) -> dict[str, Any]:

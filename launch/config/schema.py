@@ -540,12 +540,14 @@ class ScaleSchema:
 
 @dataclass
 class ProfileConfig(Common):
-    """Keys of lp profile. model=<a shape>, such as codellama_7b, builds random weights: nothing is downloaded.
+    """Keys of lp profile, which measures where the time of a decode step goes.
+
+    model=<a shape>, such as codellama_7b, builds random weights: nothing is downloaded.
 
     Args:
         max_new_tokens: tokens of every decode.
         prefix: tokens in the KV cache.
-        tokens: the numbers of step tokens T to measure t(T) at.
+        tokens: the sizes of forward pass to time, each a number of tokens in one pass.
         R: the number of ranks, of which this process runs one; under torchrun the launch's own (null).
         rank: the rank that this process runs; under torchrun its own (null).
         rounds: how often everything is measured; medians count.

@@ -20,18 +20,19 @@ HALF_GAIN_COLUMNS = 3.0
 
 
 class WindowPolicy:
-    """Chooses the number of window columns for the adaptive budget: what would have paid most in the last steps.
+    """Chooses how many window columns the next step gets under the adaptive budget: what would have paid most lately.
 
-    The draft trees of the last steps are priced beside windows of every size, each cut where it pays most beside that
-    window. (Pricing the mean size of the trees instead made two columns look free where steps of one token and of four
-    alternate.)
+    The draft trees of the last steps are priced again beside a window of every size; each tree is cut to the number of
+    draft tokens that pays most beside that window. They are priced one by one: priced at their mean size, two columns
+    looked free where steps of one token and of four alternate.
 
     Args:
-        config: `window_size` is the most columns for each rank, so `window_size` x `ranks` in all; has N.
-        step_times: seconds of a step by the number of tokens of a rank. A window gets at most half of the tokens of the
-            table, so that one that costs nothing leaves room for draft tokens.
+        config: has N, and `window_size`, the columns for each rank: the largest window has `window_size` x `ranks`
+            columns, all on one rank.
+        step_times: table of the seconds of a step by the number of tokens of a rank. A window gets at most half of the
+            largest number in it, so that one that costs nothing leaves room for draft tokens.
         price_per_s: generated tokens that a second is worth, before the first step.
-        ranks: number of ranks that divide the draft tokens; the whole window lies on one of them.
+        ranks: number of ranks that the draft tokens are divided among.
     """
 
     def __init__(self, config: LookaheadConfig, step_times: StepTimes, price_per_s: float, ranks: int = 1) -> None:

@@ -190,7 +190,7 @@ class CapturedSteps:
         return step
 
     def takes_prompt(self, num_tokens: int) -> bool:
-        """Whether a chunk of a prompt is to run as a captured step, which is captured once such chunks have come often.
+        """Whether a chunk of a prompt is to run as a captured step; one is captured when such chunks have come often.
 
         A host takes some 15 ms to launch the kernels of 30 layers one by one, and a GPU a tenth of that to run them.
         If a capture fails, no further one is tried for prompts, which run uncaptured as well.

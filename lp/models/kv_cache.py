@@ -99,7 +99,14 @@ class StatesKind:
         return states_1GTD if self.as_given else quantised(states_1GTD, self.kv_dtype)
 
     def read(self, slots: torch.Tensor) -> torch.Tensor:
-        """The keys or values that slots hold, for attention: the slots themselves, or a dequantised copy of them."""
+        """Keys or values for attention from what slots store: the same tensor, or a dequantised copy of it.
+
+        Args:
+            slots: content of slots, as `stored` makes it: (..., D), or rows of quantised numbers.
+
+        Returns:
+            (..., D), in the model's dtype.
+        """
         return slots if self.as_given else dequantised(slots, self.kv_dtype, self.dtype)
 
 
@@ -343,7 +350,7 @@ class StaticKVCache(Cache):
         """Copy the first tokens of another cache of this model into this one, which is empty, to reuse a prefix.
 
         Args:
-            states: what the other cache's slots hold, from its `first`.
+            states: what the other cache's `first(num_tokens)` returned: (n, G, num_tokens, D) for each kind.
             num_tokens: number of these tokens.
         """
         assert not self.length

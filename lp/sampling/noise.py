@@ -171,7 +171,8 @@ def _kernel_works(device: torch.device, dtype: torch.dtype) -> bool:
 class NoiseCache:
     """Gumbel noise of the positions that a sequence's steps sample, computed once each: a ring buffer by position.
 
-    Several sequences can have their rows in one buffer (S, V), so that one captured step serves them all.
+    Several sequences can have their rows in one buffer (S, V), S being the rows of all of them and two spare ones, so
+    that one captured step serves them all.
 
     Args:
         seed, sequence, vocabulary, device: see `gumbel`.
