@@ -171,12 +171,15 @@ Deltas = dict[tuple[str, ...], np.ndarray]  # of several corpora, by the names o
 
 
 def delta_of(parts: Sequence[Parts], known: Deltas, vocabulary_size: int) -> list[np.ndarray]:
-    """The one delta of these corpora, or none.
+    """Merge the deltas of some corpora into one index of all changed files: a text searches one, not several.
 
     Args:
-        parts: the corpora.
-        known: deltas that were merged before; gets this one.
+        parts: contents of the corpora.
+        known: merged deltas by the names of their corpora; a new one is added.
         vocabulary_size: V of the model.
+
+    Returns:
+        A list with the array of the index; empty if no corpus has a delta.
     """
     having = [part for part in parts if part.delta is not None]
     if len(having) < 2:
