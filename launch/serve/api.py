@@ -52,7 +52,7 @@ def build_app(
         api_key: the key that clients must send as "Authorization: Bearer KEY"; None: no such key.
         max_body_bytes: the largest body of a request, in bytes.
         host: the address that the server listens at. Where it is one of LOOPBACK, requests without a valid key must
-            also have one of LOOPBACK as their Host header, so that web pages can't reach the server by a name of theirs.
+            also have one of LOOPBACK as their Host header: else a web page could reach the server by a name of its own.
         metrics_key: whether /metrics needs a key, if the server has keys.
         models_key: whether the list of models needs a key, if the server has keys.
         named_keys: further valid keys, by the name of the client that each belongs to; None: no such keys. With neither
@@ -122,7 +122,7 @@ class Guard:
         keys: the valid API keys, each with the client that it belongs to; empty: requests need no key.
         max_body_bytes: the largest body of a request, in bytes.
         by_any_name: whether the Host header may be anything. If not, a request without a valid key must have one of
-            LOOPBACK there.
+            LOOPBACK there, but for OPEN_PATHS of a server with keys.
         open_paths: paths that are answered without a key, such as "/health".
 
     Attributes:

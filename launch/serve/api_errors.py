@@ -65,8 +65,8 @@ def of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """Turn pydantic's errors about a request's body into one error of status 400 that names the field and its value.
 
     Args:
-        errors: the errors as `RequestValidationError.errors()` gives them, one or more. The first one is reported; of
-            a field that takes several types, the errors of all types are summed up.
+        errors: the errors as `RequestValidationError.errors()` gives them, one or more. The first one is reported;
+            for a field that takes several types, with what each type would have needed.
     """
     first = errors[0]
     path = [part for part in first["loc"] if part != "body"]

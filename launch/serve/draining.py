@@ -31,7 +31,7 @@ class DrainingServer(uvicorn.Server):
         self._asked = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to end the server; uvicorn calls it on SIGINT and SIGTERM. A second signal cuts running texts off at once.
+        """Begin to end the server, on SIGINT or SIGTERM: uvicorn calls it. A second signal ends running texts at once.
 
         Args:
             sig: number of the signal.
