@@ -339,7 +339,7 @@ class Generated(Body):
 
     @property
     def sampling_given(self) -> dict[str, Any]:
-        """Fields of lp.SamplingParams that the client sets, by name; what its `samplers` leave out is set to do nothing."""
+        """Fields of lp.SamplingParams that the client sets, by name; those left out of `samplers` are set neutral."""
         neutral = SamplingParams()
         given = {}
         for name, sampler in CHAINED.items():
@@ -444,7 +444,7 @@ class ResponseFormat(Fields):
     Attributes:
         type: the kind of constraint; "text": none.
         json_schema: with type "json_schema": an object whose "schema" is the JSON schema.
-        grammar: with type "grammar": the rules of a context-free grammar.
+        grammar: with type "grammar": rules in EBNF (llama.cpp's GBNF).
         regex: with type "regex": a regular expression that the whole text matches.
         form: field "schema", with type "json_object": a JSON schema, as in llama.cpp; None: any object.
     """
@@ -621,7 +621,7 @@ OneImageUrl = Annotated[ImageUrl, BeforeValidator(_as_object, json_schema_input_
 
 
 class ContentPart(Fields):
-    """A part of a message's content: {"type": "text", "text": ...}, or "image_url" in the place of both "text"."""
+    """A part of a message's content: {"type": "text", "text": ...} or {"type": "image_url", "image_url": ...}."""
 
     type: Text
     text: Text | None = None
@@ -675,7 +675,7 @@ class Message(Fields):
         reasoning_content, reasoning: an assistant's reasoning before its answer, by two names that servers have for it;
             the first one wins.
         tool_calls: the assistant's calls.
-        tool_call_id: in a tool's message, the id of the call that it answers.
+        tool_call_id: id of the call that a tool's message answers.
     """
 
     REFUSED = {
@@ -826,7 +826,7 @@ class LlamaCpp(Generated):
         max_tokens: other name of n_predict.
         n_indent: the text ends before a line, other than its first, that is indented by fewer characters; 0: never.
         t_max_predict_ms: milliseconds after which the text ends, from its second line on; 0 and -1: no limit.
-        grammar: rules that the text must follow; "": any text.
+        grammar: rules in EBNF (llama.cpp's GBNF) that the text must follow; "": any text.
         json_schema: JSON schema that the text must follow; None: any text.
         response_fields: names of the answer's fields to send, such as "timings/prompt_n"; None: all.
     """

@@ -290,7 +290,7 @@ class EngineLoop:
             self._changed.notify()
 
     def run(self) -> None:
-        """Run the loop on this thread until rank 0 is closed or something fails: take commands, and run decode steps."""
+        """Run the loop on this thread until rank 0 is closed or something fails: take commands, run decode steps."""
         try:
             busy = False
             while not (self._ended or self.failure):
