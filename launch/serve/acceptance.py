@@ -1,8 +1,8 @@
-"""How many draft tokens were accepted, under the names that vLLM's answers and `/metrics` have for it.
+"""Counts of drafted and accepted tokens under vLLM's names, for responses and for `/metrics`.
 
-vLLM counts steps that have drafted something. A step's draft tokens are the nodes of its tree; a token of the lookahead
-window is one where it was accepted. The names are those of vLLM 0.32's `metrics.speculative_decoding`
-(--per-request-spec-decode-metrics summary), which load tools as AIPerf read.
+As in vLLM, only steps that drafted something count. A step's draft tokens are the nodes of its draft tree, and those
+tokens of its lookahead window that were accepted. The names are those of vLLM 0.32's `metrics.speculative_decoding`
+(--per-request-spec-decode-metrics summary), which load tools such as AIPerf read.
 """
 
 from __future__ import annotations
@@ -15,19 +15,28 @@ from lp.engine.output import StepStats
 
 
 def draft_tokens(steps: Iterable[StepStats]) -> int:
-    """How many tokens these steps have drafted: no fewer than they accepted, of which some are of the window."""
+    """Number of tokens that the decode steps drafted, for counters and acceptance rates.
+
+    A step counts the larger of its draft tokens and its accepted tokens, as accepted tokens of the lookahead window
+    are not among its draft tokens: a rate of accepted tokens is then at most 1.
+
+    Args:
+        steps: statistics of the decode steps.
+    """
     return sum(max(step.num_draft, step.accepted) for step in steps)
 
 
 def acceptance(steps: Sequence[StepStats]) -> dict[str, Any]:
-    """What the steps of a text have drafted, and what of it was accepted.
+    """Summarise how well drafting worked for one generated text, in the fields of vLLM's `speculative_decoding`.
 
     Args:
-        steps: all of the text's.
+        steps: statistics of all decode steps of the text. Steps that neither drafted nor accepted anything are left
+            out.
 
     Returns:
-        vLLM's fields; `acceptance_histogram[j]` counts the steps that accepted j draft tokens, and `num_spec_tokens` is
-        None, as no number of draft tokens is fixed.
+        vLLM's fields by name. `mean_acceptance_length` is the mean number of tokens that a step added, bonus token
+        included; `draft_acceptance_rate` is accepted by drafted tokens; `acceptance_histogram[j]` is the number of
+        steps that accepted j draft tokens; `num_spec_tokens` is None, as steps draft different numbers of tokens.
     """
     drafted = [step for step in steps if step.num_draft or step.accepted]
     accepted = Counter(step.accepted for step in drafted)

@@ -1,4 +1,4 @@
-"""LoRA adapters that a server has beside its model: each is a model of its own to clients, by its name."""
+"""LoRA adapters that a server has beside its model: clients choose one by giving its name as the model's name."""
 
 from __future__ import annotations
 
@@ -21,10 +21,16 @@ FILES = ("adapter_config.json", "adapter_model.safetensors")  # of an adapter's 
 
 
 def adapter_folders(given: object) -> dict[str, str]:
-    """Folders of adapters by name, of the key adapters; none for null.
+    """Check the type of the server's setting `adapters`, and return it as a dict.
+
+    Args:
+        given: the setting as it was read: a mapping of names to folders, such as {"sql": "/models/sql"}, or None.
+
+    Returns:
+        Folder of each adapter, by its name; {} for None.
 
     Raises:
-        ValueError: something else.
+        ValueError: `given` is neither None nor a mapping of strings to strings.
     """
     if given is None:
         return {}
@@ -34,14 +40,16 @@ def adapter_folders(given: object) -> dict[str, str]:
 
 
 def check_adapters(folders: Mapping[str, str], others: frozenset[str]) -> None:
-    """Refuse adapters that can't be loaded, before the model is, which takes long.
+    """Refuse adapters that can't be loaded, before the model is loaded, which takes long.
 
     Args:
         folders: folder of each adapter, by its name.
-        others: names of the model, which no adapter may have.
+        others: names that clients call the model itself, which no adapter may have.
 
     Raises:
-        ValueError: a name, or what a folder lacks.
+        ValueError: peft is not installed; a name is the model's, or not up to 64 ASCII letters, digits, "_" and "-"; a
+            folder lacks a file that PEFT saves, or its adapter_config.json is no JSON; or an adapter's
+            init_lora_weights means that it changes the model's own weights.
     """
     if folders and not is_installed("peft"):
         raise UserError(f"adapters needs peft; install the extra: {install_command('adapters')}")
@@ -76,15 +84,16 @@ def _config(name: str, folder: str) -> dict[str, Any]:
 
 
 def load_adapters(model: PreTrainedModel, folders: Mapping[str, str]) -> None:
-    """Load adapters into a model, under their names; none is active.
+    """Load LoRA adapters into the served model, and leave all of them off: each request turns its own one on.
 
     Args:
-        model: gets them.
-        folders: folder of each, by its name.
+        model: the loaded model, changed in place.
+        folders: folder of each adapter, by its name.
 
     Raises:
-        ValueError: an adapter of another model, or one that texts can't choose; a model with an adapter of its own,
-            which its texts would lose.
+        ValueError: the model has an adapter already; a name is also one of the model's modules; peft can't load an
+            adapter, or its weights do not fit the model; or it can't be applied to single requests
+            (`check_text_adapter`).
     """
     if folders and getattr(model, "peft_config", None):
         raise UserError(

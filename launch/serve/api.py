@@ -1,4 +1,7 @@
-"""The application: routes, and around them key, names of the server, bound of bodies, and errors in OpenAI's form."""
+"""The server's ASGI application: all routes, errors in OpenAI's form, and checks of each request before its route.
+
+The checks are of the API key, of the host name that the request calls the server by, and of the body's size.
+"""
 
 from __future__ import annotations
 
@@ -42,15 +45,21 @@ def build_app(
     models_key: bool = True,
     named_keys: Mapping[str, NamedKey] | None = None,
 ) -> Any:
-    """The ASGI application: all endpoints behind the checks of key, host and size.
+    """Build the server's ASGI application: all endpoints behind the checks of key, host name and body size.
 
     Args:
-        served: the model.
-        api_key: key that clients must give; None: none.
+        served: the model that the endpoints generate with.
+        api_key: the key that clients must send as "Authorization: Bearer KEY"; None: no such key.
         max_body_bytes: the largest body of a request, in bytes.
-        host: where the server listens. A server of LOOPBACK answers requests without a key to these names alone.
-        metrics_key, models_key: whether /metrics, and the list of models, need the key where there is one.
-        named_keys: keys of clients by their names, one of which will do, too; None: none.
+        host: the address that the server listens at. Where it is one of LOOPBACK, requests without a valid key must
+            also have one of LOOPBACK as their Host header: else a web page could reach the server by a name of its own.
+        metrics_key: whether /metrics needs a key, if the server has keys.
+        models_key: whether the list of models needs a key, if the server has keys.
+        named_keys: further valid keys, by the name of the client that each belongs to; None: no such keys. With neither
+            these nor `api_key`, no request needs a key.
+
+    Returns:
+        The application: a `Guard` around a FastAPI application.
     """
     app = FastAPI(title="lp", version=lp.__version__, docs_url=None, redoc_url=None)  # theirs need the internet
     for routes in (openai_routes, responses_routes, llamacpp_routes, status_routes):
@@ -103,15 +112,21 @@ async def _failure(request: Request, error: Exception) -> JSONResponse:
 
 
 class Guard:
-    """Lets requests in: with the key, if there is one, by a name of the server's, with a body that is not too large.
+    """ASGI application around the endpoints: it refuses requests by their key, host name or body before a route runs.
+
+    It also counts all responses in the server's metrics.
 
     Args:
-        app: what is behind it.
-        served: the model, whose metrics count responses.
-        keys: keys that clients may give, with whose each is; none: there is no key.
-        max_body_bytes: see `build_app`.
-        by_any_name: any name that a client calls the server by will do, with a key or without.
-        open_paths: what is answered without the key.
+        app: the application with the endpoints, which gets the requests that are let through.
+        served: the served model, whose metrics count the responses.
+        keys: the valid API keys, each with the client that it belongs to; empty: requests need no key.
+        max_body_bytes: the largest body of a request, in bytes.
+        by_any_name: whether the Host header may be anything. If not, a request without a valid key must have one of
+            LOOPBACK there, but for OPEN_PATHS of a server with keys.
+        open_paths: paths that are answered without a key, such as "/health".
+
+    Attributes:
+        BODY_TIMEOUT_S: seconds that a whole body may take to come; later ones are refused with 408.
     """
 
     BODY_TIMEOUT_S = 30.0  # for a whole body: a client that sends it byte by byte must not hold a connection for ever

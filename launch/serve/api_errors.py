@@ -15,11 +15,13 @@ CODES = {401: "invalid_api_key", 413: "request_too_large", 429: "rate_limit_exce
 
 
 class FieldError(UserError):
-    """A body whose fields do not fit together, or that has one which is not supported.
+    """A validator of a request's body raises it: fields that do not fit together, or a field that is not supported.
+
+    It becomes a response with status 400 (`of_validation`).
 
     Args:
-        param: the field at fault.
-        message: names the value, the limit and the remedy.
+        param: name of the body's field that is at fault, such as "best_of".
+        message: the text for the client, with the value, the limit and the remedy.
     """
 
     def __init__(self, param: str, message: str) -> None:
@@ -28,14 +30,14 @@ class FieldError(UserError):
 
 
 class ApiError(Exception):
-    """A request that fails.
+    """An endpoint raises it to answer a request with an error in OpenAI's form.
 
     Args:
-        status: HTTP's code.
-        message: names the value, the limit and the remedy.
-        param: the field of the body that is at fault.
-        code: error code for programs; None takes the status's own.
-        headers: what the response has besides.
+        status: HTTP status of the response, such as 400.
+        message: the text for the client, with the value, the limit and the remedy.
+        param: name of the body's field that is at fault; None if it is no field.
+        code: error code for programs, such as "invalid_api_key"; None: the code of the status in CODES, if it has one.
+        headers: further headers of the response.
     """
 
     def __init__(
@@ -54,13 +56,18 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        """The error as the response's body has it."""
+        """JSON body of the response: {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}."""
         kind = TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 def of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """The first of pydantic's errors about a body."""
+    """Turn pydantic's errors about a request's body into one error of status 400 that names the field and its value.
+
+    Args:
+        errors: the errors as `RequestValidationError.errors()` gives them, one or more. The first one is reported;
+            for a field that takes several types, with what each type would have needed.
+    """
     first = errors[0]
     path = [part for part in first["loc"] if part != "body"]
     kind, message = first["type"], first["msg"]

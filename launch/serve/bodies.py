@@ -1,7 +1,7 @@
-"""What clients send, as pydantic models, which refuse values of another type or out of range by name.
+"""The bodies of requests as pydantic models: a value of a wrong type or out of range is refused with its field's name.
 
-Fields that a model does not have are ignored, as editors send settings of other servers along; those that would change
-a text and cannot be had are refused (`Refused`).
+Unknown fields are ignored, as editors send settings of other servers along. But a field that would change the generated
+text, and that this server does not support, is refused (`Fields.REFUSED`).
 """
 
 from __future__ import annotations
@@ -167,10 +167,12 @@ def _asks(name: str, value: Any) -> bool:
 
 
 class Fields(BaseModel):
-    """Fields of a body, where null is the same as nothing, as clients send it for what they leave open.
+    """Base class of all objects in bodies: a null counts as a field left out, as many clients send nulls.
 
     Attributes:
-        REFUSED: settings that would change the text and cannot be had, and what to do instead.
+        REFUSED: fields that are refused where they ask for something, as they would change the text and are not
+            supported; each with the remedy that the error names, as in {"num_return_sequences": "give n"}. A class
+            that refuses any must keep extra fields (extra="allow").
     """
 
     REFUSED: ClassVar[dict[str, str]] = {}
@@ -197,7 +199,7 @@ class Fields(BaseModel):
 
 
 class Body(Fields):
-    """A request's body."""
+    """Base class of the body of a request: it takes unknown fields, and refuses NaN and infinity."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
@@ -252,12 +254,19 @@ def _in_range(name: str, value: float) -> float:
 
 
 class Generated(Body):
-    """What all endpoints take that generate text.
+    """Base class of the bodies of all endpoints that generate text: the fields that they have in common.
 
-    What others' servers and libraries have beside it is refused where it would change the text.
+    Settings that other servers and libraries have are refused where they would change the text.
 
     Attributes:
-        PROMPT: what errors call the field of the prompt.
+        PROMPT: name of the body's field with the prompt, for errors: "prompt" or "messages".
+        max_new_tokens: most tokens to generate, by transformers' name; None: the endpoint's own field, or the server's
+            limit.
+        stop: the generated text ends before the first of these strings.
+        stream: whether the answer comes in pieces, as server-sent events.
+        samplers: names of the samplers that apply, as in llama.cpp, such as ["top_k", "temperature"]; None: all.
+        ignore_eos: whether the text goes on behind an EOS.
+        corpora: names of the server's corpora that draft tokens may come from; None: all that the client may use.
     """
 
     PROMPT: ClassVar[str] = "prompt"
@@ -315,22 +324,22 @@ class Generated(Body):
 
     @property
     def grammar_given(self) -> tuple[str, str] | None:
-        """(kind, text) of the form that the text must have, for `Grammars.grammar`; None for any."""
+        """(kind, text) of the grammar that the text must follow, as `Grammars.grammar` takes it; None: any text."""
         return None
 
     @property
     def grammar_field(self) -> str:
-        """Name of the field that asks for a form, such as JSON, for errors to name."""
+        """Name of the body's field that asks for a grammar, such as "response_format.regex", for errors."""
         return ""
 
     @property
     def images(self) -> list[ImageUrl]:
-        """The images of the prompt, in their order."""
+        """Images in the prompt, in order; only a chat has any."""
         return []
 
     @property
     def sampling_given(self) -> dict[str, Any]:
-        """What the client says of sampling, as fields of lp.SamplingParams: what its chain leaves out, too."""
+        """Fields of lp.SamplingParams that the client sets, by name; those left out of `samplers` are set neutral."""
         neutral = SamplingParams()
         given = {}
         for name, sampler in CHAINED.items():
@@ -345,7 +354,11 @@ class Generated(Body):
         return given
 
     def samples_by(self, name: str) -> bool:
-        """Whether the sampler is in the chain, which has all of them where none is given by names."""
+        """Whether a sampler applies to this request: `samplers` names it, or is not given.
+
+        Args:
+            name: one of SAMPLERS' values, such as "top_k" or "penalties".
+        """
         return self.samplers is None or name in self.samplers
 
     @model_validator(mode="after")
@@ -359,7 +372,14 @@ class Generated(Body):
 
 
 class Sampled(Generated):
-    """How tokens are sampled; what is not given is the server's own setting."""
+    """Base class of the bodies of OpenAI's endpoints: how tokens are sampled. None takes the server's own setting.
+
+    Attributes:
+        top_k: sample among so many likeliest tokens; 0 and -1: among all.
+        repetition_penalty, repeat_penalty: one setting, by transformers' and by llama.cpp's name.
+        repeat_last_n: how many of the last tokens the penalties look at; -1: all; 0: none, so no penalty.
+        logit_bias: added to a token's logit, by the token's id as a string, as in {"50256": -100}.
+    """
 
     temperature: Annotated[float, Field(ge=0, le=2), NotTooCold] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -404,7 +424,7 @@ class Sampled(Generated):
 
 
 class StreamOptions(Fields):
-    """What a stream has beside the text."""
+    """OpenAI's stream_options; with `include_usage`, a streamed answer ends with the counts of its tokens."""
 
     include_usage: Bool = False
 
@@ -419,7 +439,15 @@ FORMS = {  # types of a response_format, and the field that says more of each
 
 
 class ResponseFormat(Fields):
-    """The form that a text must have."""
+    """OpenAI's response_format: constrains the generated text to JSON, a JSON schema, a grammar or a regex.
+
+    Attributes:
+        type: the kind of constraint; "text": none.
+        json_schema: with type "json_schema": an object whose "schema" is the JSON schema.
+        grammar: with type "grammar": rules in EBNF (llama.cpp's GBNF).
+        regex: with type "regex": a regular expression that the whole text matches.
+        form: field "schema", with type "json_object": a JSON schema, as in llama.cpp; None: any object.
+    """
 
     model_config = ConfigDict(extra="allow")
     type: Literal["text", "json_object", "json_schema", "grammar", "regex"]
@@ -447,7 +475,7 @@ class ResponseFormat(Fields):
 
     @property
     def grammar_given(self) -> tuple[str, str] | None:
-        """(kind, text) of the form, for `Grammars.grammar`; None for any."""
+        """(kind, text) of the constraint for `Grammars.grammar`, such as ("regex", "[0-9]+"); None: no constraint."""
         if self.type == "json_object":
             return "json_schema", json.dumps(self.form or {"type": "object"})
         if self.type == "json_schema":
@@ -457,7 +485,14 @@ class ResponseFormat(Fields):
 
 
 class OpenAI(Sampled):
-    """What both of OpenAI's endpoints take."""
+    """Base class of the bodies of /v1/completions and /v1/chat/completions.
+
+    Attributes:
+        model: name of the model or of a LoRA adapter; None: the model.
+        n: how many texts to generate for each prompt.
+        stream_options: only with `stream`.
+        response_format: the form that the text must have; None: any.
+    """
 
     REFUSED = {
         **Sampled.REFUSED,
@@ -479,12 +514,12 @@ class OpenAI(Sampled):
 
     @property
     def grammar_given(self) -> tuple[str, str] | None:
-        """(kind, text) of the form that the text must have, for `Grammars.grammar`; None for any."""
+        """(kind, text) of the grammar that the text must follow, as `Grammars.grammar` takes it; None: any text."""
         return self.response_format.grammar_given if self.response_format else None
 
     @property
     def grammar_field(self) -> str:
-        """Name of the field that asks for a form, such as JSON, for errors to name."""
+        """Name of the body's field that asks for a grammar, such as "response_format.regex", for errors."""
         own = FORMS[self.response_format.type] if self.response_format else None
         return f"response_format.{own}" if own else "response_format"
 
@@ -503,7 +538,16 @@ def _first(*given: int | None) -> int | None:
 
 
 class CompletionBody(OpenAI):
-    """Body of a request to /v1/completions."""
+    """Body of a request to /v1/completions, with llama.cpp's and transformers' names for the limit of tokens, too.
+
+    Attributes:
+        prompt: one text or several, or token ids, or several lists of them.
+        suffix: text behind the gap that the model fills (fill-in-the-middle); None: it continues the prompt.
+        max_tokens, n_predict: most tokens to generate; -1: the server's own limit; 0 only with `echo`.
+        logprobs: how many of the likeliest tokens come with the log probability of each token; None: no logprobs.
+        echo: whether the answer begins with the prompt.
+        best_of: must be n: texts are not ranked.
+    """
 
     REFUSED = {
         **OpenAI.REFUSED,
@@ -523,7 +567,7 @@ class CompletionBody(OpenAI):
 
     @property
     def most_tokens(self) -> int | None:
-        """The limit, by OpenAI's name of it, or llama.cpp's, or transformers'."""
+        """Most tokens to generate: the first given of max_tokens, n_predict and max_new_tokens; None: none is given."""
         return _first(self.max_tokens, self.n_predict, self.max_new_tokens)
 
     @model_validator(mode="after")
@@ -542,7 +586,7 @@ class CompletionBody(OpenAI):
 
 
 class TextPart(Fields):
-    """A part of a text."""
+    """A content part that must be text, {"type": "text", "text": ...}: in predicted output."""
 
     type: Text
     text: Text | None = None
@@ -562,7 +606,12 @@ def _as_object(value: Any) -> Any:
 
 
 class ImageUrl(Fields):
-    """Where an image is: in the URL itself, or at a server. `detail` changes nothing: the model's processor decides."""
+    """OpenAI's image_url of a content part.
+
+    Attributes:
+        url: a data URL with the image itself, or an http or https address.
+        detail: ignored: the model's processor decides on the resolution.
+    """
 
     url: Text
     detail: Text | None = None
@@ -572,7 +621,7 @@ OneImageUrl = Annotated[ImageUrl, BeforeValidator(_as_object, json_schema_input_
 
 
 class ContentPart(Fields):
-    """A part of a message: a text or an image."""
+    """A part of a message's content: {"type": "text", "text": ...} or {"type": "image_url", "image_url": ...}."""
 
     type: Text
     text: Text | None = None
@@ -592,21 +641,25 @@ Content = Text | Annotated[list[ContentPart], Field(fail_fast=True)]
 
 
 def plain_text(content: TextContent | Content | None) -> str:
-    """A message's text, of all its parts."""
+    """Text of a message's content: its text parts joined, without its images.
+
+    Args:
+        content: a string, or content parts; None gives "".
+    """
     if content is None or isinstance(content, str):
         return content or ""
     return "".join(part.text or "" for part in content)
 
 
 class FunctionCall(Fields):
-    """A call in a message of the assistant."""
+    """What a tool call in an assistant's message calls: the function's name, and its arguments as a string of JSON."""
 
     name: Text
     arguments: Text = "{}"
 
 
 class ToolCall(Fields):
-    """A call in a message of the assistant, with its id."""
+    """A tool call in an earlier message of the assistant; its id is what a tool's message answers to (tool_call_id)."""
 
     id: Text | None = None
     type: Literal["function"] = "function"
@@ -614,7 +667,16 @@ class ToolCall(Fields):
 
 
 class Message(Fields):
-    """A message of a chat."""
+    """A message of a chat, in OpenAI's form.
+
+    Attributes:
+        content: a string, or content parts; only a user's may be images. It may be missing beside tool calls.
+        name: who speaks, for templates that use it.
+        reasoning_content, reasoning: an assistant's reasoning before its answer, by two names that servers have for it;
+            the first one wins.
+        tool_calls: the assistant's calls.
+        tool_call_id: id of the call that a tool's message answers.
+    """
 
     REFUSED = {
         "function_call": "give tool_calls",
@@ -641,13 +703,13 @@ class Message(Fields):
 
     @property
     def images(self) -> list[ImageUrl]:
-        """Its images, in their order."""
+        """Images of the message, in the order of its content parts."""
         parts = self.content if isinstance(self.content, list) else []
         return [part.image_url for part in parts if part.type == "image_url" and part.image_url is not None]
 
 
 class Function(Fields):
-    """A function that the model may call."""
+    """A function that the model may call; `parameters` is a JSON schema of its arguments."""
 
     model_config = ConfigDict(extra="allow")
     name: Text
@@ -656,14 +718,14 @@ class Function(Fields):
 
 
 class Tool(Fields):
-    """A tool: a function."""
+    """An entry of a chat's `tools`, as in OpenAI's interface; functions are the only type of tool."""
 
     type: Literal["function"]
     function: Function
 
 
 class Prediction(Fields):
-    """The predicted output."""
+    """OpenAI's predicted output: text that the client expects in the answer, which draft tokens are taken from."""
 
     type: Literal["content"]
     content: TextContent
@@ -680,7 +742,18 @@ AnswerTokens = Annotated[Int, Field(ge=-1), AfterValidator(_some)]
 
 
 class ChatBody(OpenAI):
-    """Body of a request to /v1/chat/completions."""
+    """Body of a request to /v1/chat/completions.
+
+    Attributes:
+        max_tokens, max_completion_tokens, n_predict, max_new_tokens: names of the limit of generated tokens; the first
+            given of max_completion_tokens, max_tokens, n_predict and max_new_tokens counts; -1: the server's own limit.
+        logprobs: whether the log probabilities of the tokens are reported.
+        top_logprobs: how many of the likeliest tokens come with each; only with `logprobs`.
+        prediction: text that the client expects in the answer.
+        tool_choice: "none" keeps the model from calling tools.
+        parallel_tool_calls: false keeps only the first call of an answer.
+        chat_template_kwargs: further variables for the model's chat template, such as {"enable_thinking": false}.
+    """
 
     PROMPT: ClassVar[str] = "messages"
     REFUSED = {
@@ -717,12 +790,15 @@ class ChatBody(OpenAI):
 
     @property
     def images(self) -> list[ImageUrl]:
-        """The images of the messages, in their order."""
+        """Images of all messages, in order."""
         return [image for message in self.messages for image in message.images]
 
     @property
     def most_tokens(self) -> int | None:
-        """The limit, by one of its names; llama.cpp's n_predict of 0 caches the prompt alone, by one token."""
+        """Most tokens to generate, by the first of its names that is given; None: none is given.
+
+        n_predict=0, with which llama.cpp only caches the prompt, becomes 1 token.
+        """
         given = _first(self.max_completion_tokens, self.max_tokens, self.n_predict, self.max_new_tokens)
         return 1 if given == 0 else given
 
@@ -742,7 +818,18 @@ class ChatBody(OpenAI):
 
 
 class LlamaCpp(Generated):
-    """What both of llama.cpp's endpoints take."""
+    """Body of a request to /completion, with llama.cpp's names and defaults; base class of the body of /infill.
+
+    Attributes:
+        model: name of a LoRA adapter; any other name means the model.
+        n_predict: most tokens to generate; -1: the server's own limit; -2: as many as the model's context has room for.
+        max_tokens: other name of n_predict.
+        n_indent: the text ends before a line, other than its first, that is indented by fewer characters; 0: never.
+        t_max_predict_ms: milliseconds after which the text ends, from its second line on; 0 and -1: no limit.
+        grammar: rules in EBNF (llama.cpp's GBNF) that the text must follow; "": any text.
+        json_schema: JSON schema that the text must follow; None: any text.
+        response_fields: names of the answer's fields to send, such as "timings/prompt_n"; None: all.
+    """
 
     REFUSED = {
         **Generated.REFUSED,
@@ -787,37 +874,37 @@ class LlamaCpp(Generated):
 
     @property
     def grammar_given(self) -> tuple[str, str] | None:
-        """(kind, text) of the form that the text must have, for `Grammars.grammar`; None for any."""
+        """(kind, text) of the grammar that the text must follow, as `Grammars.grammar` takes it; None: any text."""
         if self.grammar:
             return "ebnf", self.grammar
         return None if self.json_schema is None else ("json_schema", json.dumps(self.json_schema))
 
     @property
     def grammar_field(self) -> str:
-        """Name of the field that asks for a form, such as JSON, for errors to name."""
+        """Name of the body's field that asks for a grammar, such as "response_format.regex", for errors."""
         return "grammar" if self.grammar else "json_schema"
 
     @property
     def most_tokens(self) -> int:
-        """The limit, by one of its names."""
+        """Most tokens to generate: the first given of n_predict, max_tokens, max_new_tokens; -1, -2: see n_predict."""
         own = self.n_predict if "n_predict" in self.model_fields_set else None
         given = _first(own, self.max_tokens, self.max_new_tokens)
         return self.n_predict if given is None else given
 
     @classmethod
     def sampling_defaults(cls) -> dict[str, Any]:
-        """What llama.cpp does where nobody says anything, as fields of lp.SamplingParams."""
+        """llama.cpp's defaults by field of lp.SamplingParams, for what client, server and checkpoint leave open."""
         own = {name: "repeat_penalty" if name == "repetition_penalty" else name for name in CHAINED}
         return {name: cls.model_fields[each].default for name, each in own.items()}
 
     @property
     def seed_given(self) -> int | None:
-        """The client's seed."""
+        """Seed that the client gives; None: it gives none."""
         return self.seed if "seed" in self.model_fields_set else None
 
 
 class ExtraBody(Fields):
-    """A piece of another file."""
+    """A piece of another file, which the model sees before the file with the gap; an entry of /infill's input_extra."""
 
     model_config = ConfigDict(extra="ignore")
     filename: Text = ""
@@ -825,7 +912,14 @@ class ExtraBody(Fields):
 
 
 class InfillBody(LlamaCpp):
-    """Body of a request to /infill."""
+    """Body of a request to /infill (fill-in-the-middle): the model writes what belongs into a gap of a file.
+
+    Attributes:
+        prompt: text between input_prefix and the gap, such as the beginning of the line that the user types.
+        input_prefix: text of the file before the gap.
+        input_suffix: text of the file behind the gap.
+        input_extra: pieces of other files.
+    """
 
     REFUSED = {name: remedy for name, remedy in LlamaCpp.REFUSED.items() if name != "suffix"} | {
         "suffix": "give input_suffix"
@@ -837,7 +931,14 @@ class InfillBody(LlamaCpp):
 
 
 class TokenizeBody(Body):
-    """Body of a request to /tokenize."""
+    """Body of a request to /tokenize, as in llama.cpp: a text to encode.
+
+    Attributes:
+        content: the text.
+        add_special: whether the tokenizer adds its own special tokens, such as BOS.
+        parse_special: whether names of special tokens in the text, such as "<|im_end|>", become these tokens.
+        with_pieces: whether the answer has each token's text beside its id.
+    """
 
     content: Text
     add_special: Bool = False
@@ -846,6 +947,6 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
-    """Body of a request to /detokenize."""
+    """Body of a request to /detokenize, as in llama.cpp: token ids to decode into text."""
 
     tokens: Annotated[list[Annotated[int, Field(strict=True, ge=0)]], Field(fail_fast=True, max_length=MOST_TOKENS)]

@@ -1,4 +1,4 @@
-"""Messages of a chat as the tokens that a model continues, and its answer back as content and tool calls."""
+"""Chat requests as prompts, by the model's chat template, and generated text back as content and tool calls."""
 
 from __future__ import annotations
 
@@ -30,19 +30,23 @@ def chat_prompt(
     literal: LiteralCopy | None = None,
     images: ImagePrompts | None = None,
 ) -> ImagePrompt:
-    """Token ids of the messages, up to the answer, and what else the model takes of their images.
+    """Turn the messages of a chat request into the prompt whose continuation is the assistant's answer.
 
-    A tokenizer without a chat template belongs to a model that only continues text: there the messages are the text,
-    each in a new line. Special tokens in what clients sent are text.
+    Without a chat template the contents of the messages are the prompt, each on a line of its own. Names of special
+    tokens in what clients sent, such as "<|im_end|>", are encoded as plain text.
 
     Args:
         tokenizer: the model's tokenizer.
         body: the request.
-        literal: the tokenizer's, where several threads encode.
-        images: makes prompts with images; None: the model takes none.
+        literal: the tokenizer's `LiteralCopy`, needed where several threads encode at a time; None: one thread does.
+        images: makes prompts with images for this model; None: the model takes text alone.
+
+    Returns:
+        Token ids, and the tensors of the images, if there are any.
 
     Raises:
-        ApiError: 400: the template refuses them, or its own settings; an image that can't be used.
+        ApiError: status 400: the template refuses the messages, the tools or chat_template_kwargs; chat_template_kwargs
+            has a name that the server sets itself; or an image can't be used.
     """
     given = body.chat_template_kwargs or {}
     for name in SET_HERE.intersection(given):
@@ -121,15 +125,22 @@ def _refused(
 
 
 def uses_tools(body: ChatBody) -> bool:
-    """Whether the model may call tools."""
+    """Whether the model may call tools in its answer: the request has tools, and its tool_choice is not "none"."""
     return bool(body.tools) and body.tool_choice != "none"
 
 
 def tool_format(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> dict[str, Any]:
-    """How the model writes calls, as transformers describes it.
+    """Look up how the model writes tool calls and reasoning in its text, so that `answer` can parse them.
+
+    Args:
+        tokenizer: the model's tokenizer, whose attribute `response_template` is taken where it has one.
+        model: the model, for whose type transformers may know a response template.
+
+    Returns:
+        transformers' response template, as `tokenizer.parse_response` takes it.
 
     Raises:
-        ApiError: 400: it does not.
+        ApiError: status 400: there is none for this model, or the tokenizer has no chat template.
     """
     described = getattr(tokenizer, "response_template", None)
     if described is None:
@@ -156,17 +167,20 @@ def answer(
     prompt: Sequence[int],
     body: ChatBody,
 ) -> dict[str, Any]:
-    """A message of the assistant: its content, its reasoning and its calls.
+    """Parse the generated text of a request with tools into the assistant's message, in OpenAI's form.
 
-    Where the calls are cut off, or are not what the format says, the content is all of the text.
+    Text that can't be parsed, such as a tool call that is cut off, becomes the content as a whole.
 
     Args:
         tokenizer: the model's tokenizer.
-        format: how it writes calls.
-        text: the answer.
-        tokens: the same, as the model wrote it.
-        prompt: the tokens before it.
-        body: has the tools that there are.
+        format: how the model writes tool calls (`tool_format`).
+        text: the generated text, taken as content where it can't be parsed.
+        tokens: token ids of the generated text, special tokens included; they are what is parsed.
+        prompt: token ids of the prompt.
+        body: the request, which has the tools.
+
+    Returns:
+        The message: "role" and "content", and where there are any "reasoning_content" and "tool_calls".
     """
     told = [tool.model_dump(exclude_none=True) for tool in body.tools or []]
     try:

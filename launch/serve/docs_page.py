@@ -1,4 +1,4 @@
-"""The page /docs: every path, and the fields that it takes, from the server's own description at /openapi.json."""
+"""The page /docs: every path and the fields of its body, from the server's OpenAPI description (/openapi.json)."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ named here are ignored, but for those in the lists of what is refused.</p>
 
 
 def docs_page(description: dict[str, Any]) -> str:
-    """A page that lists the endpoints, as HTML.
+    """HTML of the page /docs: for each endpoint its fields with types, limits and defaults, and the refused fields.
 
     Args:
-        description: what OpenAPI says of the server.
+        description: the server's OpenAPI description, as `FastAPI.openapi()` returns it.
     """
     schemas = description.get("components", {}).get("schemas", {})
     parts = [HEAD]

@@ -1,4 +1,4 @@
-"""How a server ends when it is asked to: it finishes the texts that it has, and tells others that it takes no more."""
+"""How a server ends on SIGINT or SIGTERM: it refuses new requests, and finishes the texts that it is generating."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ FLUSH_S = 5  # for the last events of texts that have ended, whose clients may b
 
 
 class DrainingServer(uvicorn.Server):
-    """Listens until the texts have ended, so that /health and new requests are answered meanwhile.
+    """uvicorn's server, but on SIGINT or SIGTERM it first lets running texts end, for at most `drain_s` seconds.
 
-    Under torchrun this matters where a rank dies: torchrun asks the others to end before they know why.
+    It listens meanwhile, so that /health is answered and new requests are refused with a reason. Under torchrun this
+    matters when a rank dies: torchrun signals the other ranks before they know why.
 
     Args:
         config: uvicorn's settings.
-        loop: runs the engine.
-        drain_s: seconds that texts may go on after a signal.
+        loop: the engine's thread, which is closed before the server ends.
+        drain_s: seconds that running texts get to end after the first signal; then they are cut off.
     """
 
     def __init__(self, config: uvicorn.Config, loop: EngineLoop, drain_s: int) -> None:
@@ -30,7 +31,12 @@ class DrainingServer(uvicorn.Server):
         self._asked = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """SIGINT or SIGTERM came; the second one gives the texts no more time."""
+        """Begin to end the server, on SIGINT or SIGTERM: uvicorn calls it. A second signal ends running texts at once.
+
+        Args:
+            sig: number of the signal.
+            frame: where the program was interrupted, for uvicorn.
+        """
         drain_s = 0 if self._asked else self._drain_s
         self._asked = True
         threading.Thread(target=self._drain, args=(drain_s, sig, frame), daemon=True).start()

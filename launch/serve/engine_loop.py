@@ -1,7 +1,7 @@
-"""The thread that runs an engine: it takes texts from the endpoints, steps while there are any, and reports.
+"""The thread that runs an engine: it takes requested texts from the endpoints, runs decode steps, and reports results.
 
-Among ranks, rank 0 takes the texts and sends every command to the others before the step that it belongs to, so that
-all make the same calls in the same order. Between two commands only the engine itself decides.
+With several ranks, rank 0 takes the texts, and sends every command to the other ranks before the step that it belongs
+to, so that all ranks make the same calls in the same order. Between two commands only the engine itself decides.
 """
 
 from __future__ import annotations
@@ -30,26 +30,27 @@ HEARTBEAT_S = 5.0  # among ranks, which find out by it that one has died while t
 
 
 class Busy(Exception):
-    """There are as many texts as the server takes; try again later."""
+    """`EngineLoop` raises it for a text or scoring too many: the queue is full, and the client may try again later."""
 
 
 class Closing(Exception):
-    """The server takes no more texts: it ends, or its engine has failed."""
+    """`EngineLoop` raises it for a new text when it takes no more: the server is ending, or its engine has failed."""
 
 
 class Abandoned(Exception):
-    """The server ended before the text did."""
+    """Error of a text that was cut off because the server ended before it (`EngineLoop.abandon`)."""
 
 
 class Piece(NamedTuple):
-    """What one step brought to a text.
+    """Event of a live text after a decode step: what the step added.
 
     Attributes:
-        text: the characters that may be shown.
-        tokens: tokens that the step added, up to the one that ends the text.
-        logprobs: log probabilities of these tokens, if asked for.
-        thought: characters of the reasoning before the text.
-        num_thought: how many of the tokens are the reasoning's, those around it included.
+        text: new characters for the client. Characters that may begin a stop string are held back for a later event.
+        tokens: token ids that the step added, up to the one that ends the text.
+        logprobs: log probabilities of these tokens; empty if the client did not ask for them.
+        thought: new characters of the model's reasoning, which comes before the answer and is not in `text`.
+        num_thought: how many of `tokens` belong to the reasoning, with the tokens that begin and end it, such as
+            "</think>".
     """
 
     text: str
@@ -60,23 +61,24 @@ class Piece(NamedTuple):
 
 
 class Ending(NamedTuple):
-    """How a text ended.
+    """Last event of a live text: how it ended, the rest of its characters, and its counts.
 
     Attributes:
-        reason: what the engine says, "stop_string" where the client's stop strings or limits ended it, or "cancelled".
-        text: the characters that were held back.
-        thought: characters of the reasoning that were held back.
-        found: the stop string that ended it, if one did.
-        num_tokens: tokens of the text up to its end, resumed ones included.
-        num_thought: how many of them are the reasoning's, where it is told apart.
-        resumed: how many of these tokens a server before this one generated.
-        sequence: index of the text among the choices of its prompt.
-        prompt_tokens: how many tokens the prompt has.
-        cached: how many of the prompt's tokens were cached before.
-        steps: steps that the text took part in.
-        prefill_s, decode_s: seconds before its first step, and from there on.
-        predicted: draft tokens of the predicted output that were accepted.
-        error: what it failed with.
+        reason: `finish_reason` of `lp.GenerationOutput`, such as "eos" or "length"; "stop_string" also where the
+            client's limits of indent or time ended the text; "" if it failed.
+        text: last characters for the client, which were held back as the possible beginning of a stop string.
+        thought: last characters of the reasoning.
+        found: the stop string that ended the text; None if none did.
+        num_tokens: number of the text's tokens up to its end, `resumed` ones included.
+        num_thought: how many of them belong to the reasoning; 0 where reasoning is not told apart from the answer.
+        resumed: how many of them an earlier server generated, before this one took the text up from its journal.
+        sequence: index of the text among the n choices of its prompt.
+        prompt_tokens: number of the prompt's tokens.
+        cached: how many of the prompt's tokens needed no computing, as their KV was there from an earlier text.
+        steps: statistics of the decode steps of the text.
+        prefill_s, decode_s: seconds before the first decode step, and from there on.
+        predicted: how many tokens of the client's predicted output were accepted as draft tokens.
+        error: the error that ended the text; None if it ended well.
     """
 
     reason: str = ""
@@ -97,7 +99,7 @@ class Ending(NamedTuple):
 
     @property
     def generated(self) -> int:
-        """How many tokens steps have generated, without those that a journal had."""
+        """Number of tokens that this server generated: all but the `resumed` ones."""
         return max(self.num_tokens - self.resumed, 0)
 
 
@@ -107,13 +109,14 @@ Commands = list[dict[str, Any]]
 
 @dataclass(eq=False)
 class LiveText:
-    """A text that the engine generates, as its client sees it.
+    """A text that waits or is being generated, with the client's side of it: `EngineLoop.submit` takes it.
 
     Args:
-        spec: what it is generated from.
-        watch: decodes it; None on ranks that show nothing.
-        on_event: is told of every step and of the end, on the engine's thread.
-        handle: what the engine knows the text by.
+        spec: the prompt and all settings of the generation.
+        watch: decodes the tokens and looks for stop strings; None on ranks other than 0, which have no clients.
+        on_event: called on the engine's thread with a Piece after every decode step of the text, and with an Ending at
+            its end; None on ranks other than 0.
+        handle: the engine's handle of the text; None until the loop has handed the text to the engine.
     """
 
     spec: TextSpec
@@ -124,13 +127,15 @@ class LiveText:
 
 @dataclass(eq=False)
 class Scoring:
-    """Log probabilities of a prompt, which rank 0 alone computes.
+    """A request for the log probabilities of a prompt's own tokens (`echo` with `logprobs`), for `EngineLoop.score`.
+
+    Rank 0 alone computes them.
 
     Args:
         prompt: token ids.
-        num_top: likeliest tokens beside each.
-        on_done: is given them, or what failed.
-        wanted: somebody still waits for them.
+        num_top: how many of the likeliest tokens are reported beside each token.
+        on_done: called on the engine's thread with a log probability for each token but the first, or with the error.
+        wanted: whether somebody still waits for the result; set it to False to have the scoring skipped.
     """
 
     prompt: list[int]
@@ -140,16 +145,18 @@ class Scoring:
 
 
 class EngineLoop:
-    """Runs an engine on a thread of its own; on other ranks than 0, on the thread that calls `run`.
+    """Lets many threads share one engine: it queues their texts, runs the decode steps, and reports events to them.
+
+    Rank 0 calls `start`, for a thread of the loop's own; the other ranks call `run`, and follow rank 0 until it closes.
 
     Args:
-        engine: nobody else may use it.
-        grammars: compiles those of texts that follow one.
-        max_waiting: texts that may wait beside those that take steps.
+        engine: the engine; nobody else may call it from now on.
+        grammars: compiles the grammars of texts that must follow one.
+        max_waiting: how many texts may wait, beside the `engine.max_sequences` that are generated at a time.
         on_failure: called when the engine can't go on, on the thread that finds it out.
 
     Attributes:
-        failure: why the engine can't go on; None while it can.
+        failure: the error for which the engine can't go on; None while it can.
     """
 
     def __init__(
@@ -174,18 +181,18 @@ class EngineLoop:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Run the loop on a thread of its own."""
+        """Run the loop on a thread of its own, which ends by `close` or a failure; for rank 0."""
         self._thread = threading.Thread(target=self.run, name="engine", daemon=True)
         self._thread.start()
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Finish the texts that there are, take no others, and end; on all ranks.
+        """Take no more texts, finish those that there are, and end the loop on all ranks. Called on rank 0.
 
         Args:
-            timeout_s: seconds to wait for the end; None: as long as it takes.
+            timeout_s: seconds to wait for the loop's end; None: as long as it takes.
 
         Returns:
-            Whether it has ended.
+            Whether the loop has ended; if not, it is still finishing texts.
         """
         with self._changed:
             self._closing = True
@@ -200,16 +207,19 @@ class EngineLoop:
         return not (self._closing or self.failure)
 
     def abandon(self) -> None:
-        """End the texts that there are, before the next step. From any thread, after `close`."""
+        """Cut off all texts before the next step, with the error `Abandoned`. From any thread, after `close`."""
         with self._changed:
             self._commands.append({"abandon": True})
             self._changed.notify()
 
     def silent_s(self) -> float:
-        """Ask the loop for a turn; seconds since it was asked for one that it has not taken yet, 0 where it has.
+        """Seconds that the loop has given no sign of life, for a watchdog that calls this again and again.
 
-        A turn is one of all ranks: a rank that hangs keeps the others from theirs. So is a pass over a part of a prompt
-        whose log probabilities are asked for, which may be so long that no turn comes for minutes. From any thread.
+        A call asks the loop for a sign; the loop gives it between two steps, and between two passes of a scoring, and
+        only if no rank hangs. From any thread.
+
+        Returns:
+            Seconds since the oldest call whose sign has not come; 0.0 if there is none.
         """
         with self._changed:
             if self._asked_s is not None:
@@ -221,15 +231,21 @@ class EngineLoop:
 
     @property
     def texts(self) -> int:
-        """How many texts have not ended."""
+        """Number of texts that wait or are being generated."""
         return len(self._texts)
 
     def submit(self, texts: list[LiveText]) -> list[int]:
-        """Add texts, all or none; their ids, for `cancel`. From any thread.
+        """Queue texts to be generated: all of them or none. From any thread of rank 0.
+
+        Args:
+            texts: the texts, each with a `watch` and an `on_event`.
+
+        Returns:
+            Their ids, for `cancel`.
 
         Raises:
-            Busy: so many would wait that these are not taken.
-            Closing: the server ends.
+            Busy: more texts would wait than `max_waiting`.
+            Closing: the server is ending, or its engine has failed.
         """
         with self._changed:
             self._check_open()
@@ -247,8 +263,9 @@ class EngineLoop:
         """End a text before the next step. Nothing happens if it has ended. From any thread.
 
         Args:
-            number: its id.
-            num_tokens: how many of the tokens that steps have generated its client wants; None: all.
+            number: id of the text, from `submit`.
+            num_tokens: how many of its generated tokens count as the text, from the first one on, without resumed
+                ones; None: all.
         """
         with self._changed:
             if number in self._texts:
@@ -256,11 +273,14 @@ class EngineLoop:
                 self._changed.notify()
 
     def score(self, scoring: Scoring) -> None:
-        """Compute the log probabilities of a prompt, between two steps. From any thread.
+        """Queue a scoring, to be computed between two decode steps. Its `on_done` gets the result. From any thread.
+
+        Args:
+            scoring: the prompt and what to call with its log probabilities.
 
         Raises:
-            Busy: so many wait that this one is not taken.
-            Closing: the server ends.
+            Busy: too many scorings wait already.
+            Closing: the server is ending, or its engine has failed.
         """
         with self._changed:
             self._check_open()
@@ -270,7 +290,7 @@ class EngineLoop:
             self._changed.notify()
 
     def run(self) -> None:
-        """Do what rank 0 is asked for, and step, until rank 0 is closed or something fails."""
+        """Run the loop on this thread until rank 0 is closed or something fails: take commands, run decode steps."""
         try:
             busy = False
             while not (self._ended or self.failure):
@@ -421,7 +441,11 @@ class EngineLoop:
             scoring.on_done(error)
 
     def fail(self, error: BaseException) -> None:
-        """The engine can't go on: tell all who wait. From any thread."""
+        """Mark the engine as failed: end all texts and scorings with an error, and call `on_failure`. From any thread.
+
+        Args:
+            error: why the engine can't go on; the first such error is kept as `failure`.
+        """
         with self._changed:
             self.failure = self.failure or error
         for number, text in [*self._texts.items()]:

@@ -19,16 +19,19 @@ from lp.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class FimFormat:
-    """How a family writes a file with a gap, in its special tokens.
+    """The special tokens, and their order, by which a family of models writes a file with a gap to fill.
 
     Args:
-        prefix: token before the text in front of the gap.
+        prefix: token before the text in front of the gap, such as "<|fim_prefix|>".
         suffix: token before the text behind the gap.
-        middle: token before what fills the gap; None where the prefix comes last, and the model continues it.
-        suffix_first: the suffix comes before the prefix.
-        file: token before another file: its name, a line end and its text follow.
-        ends: tokens that end the filling, beside the model's EOS.
-        glue: the tokenizer puts a space before a text: this character takes its place, and is left out.
+        middle: token at the prompt's end, behind which the model writes the filling; None where the prompt ends with
+            the prefix, and the model continues it.
+        suffix_first: whether the suffix comes before the prefix.
+        file: token that begins another file, given before the one with the gap: the file's name, a line end and its
+            text follow. None: other files are given as plain text.
+        ends: tokens that end the filling, besides the model's EOS.
+        glue: a character to encode in front of a text, whose tokens are then dropped: for tokenizers that put a space
+            before every text, which would not belong there. None: the tokenizer puts none.
     """
 
     prefix: str
@@ -45,9 +48,13 @@ class FimFormat:
         return [token for token in (self.prefix, self.suffix, self.middle) if token is not None]
 
     def texts(self, prompt: str) -> tuple[str, str] | None:
-        """The texts before and behind the gap of a prompt that a client wrote in these tokens; None for another.
+        """Take apart a prompt that a client wrote in this format itself, such as "<PRE> before <SUF>behind <MID>".
 
-        "▁" at a token's beginning is a space there: editors write CodeLlama's as "<PRE> before <SUF>behind <MID>".
+        Args:
+            prompt: the prompt as text. Where a token begins with "▁", as CodeLlama's do, the text has a space there.
+
+        Returns:
+            The texts before and behind the gap; None if the prompt is not in this format.
         """
         front, behind, end = (re.sub("^▁", " ", token or "") for token in (self.prefix, self.suffix, self.middle))
         first, second = (behind, front) if self.suffix_first else (front, behind)
@@ -104,14 +111,17 @@ class Extra:
 
 
 class FimPrompts:
-    """Makes the prompt that asks a model to fill a gap.
+    """Makes fill-in-the-middle prompts for one model: its continuation is the text that belongs into the gap.
 
     Args:
         tokenizer: the model's tokenizer.
-        format: how its family writes a gap.
+        format: how the model's family writes a gap.
+
+    Attributes:
+        ends: ids of the format's tokens that end a filling.
 
     Raises:
-        ValueError: the vocabulary lacks one of its tokens.
+        ValueError: the vocabulary lacks the format's token before the prefix, the suffix or the filling.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, format: FimFormat) -> None:
@@ -134,14 +144,18 @@ class FimPrompts:
     def prompt(
         self, prefix: str, suffix: str, room: int | None, extras: Sequence[Extra] = ()
     ) -> tuple[list[int], bool]:
-        """Token ids, and whether a part was left out.
+        """Make the prompt for one gap, cut to the room that there is.
 
         Args:
-            prefix: text before the gap.
-            suffix: text behind it.
-            room: most tokens: of the prefix its end is kept, of the suffix its beginning, of other files their end. The
-                suffix has up to a quarter. None: no limit.
-            extras: pieces of other files, the nearest one last.
+            prefix: text of the file before the gap.
+            suffix: text of the file behind the gap.
+            room: most tokens of the prompt; None: no limit. Too long texts keep what is near the gap: the prefix its
+                end, and the suffix its beginning. The suffix gets a quarter of the room, or more if the prefix leaves
+                it; other files get the rest, and keep their end.
+            extras: pieces of other files, the most relevant one last.
+
+        Returns:
+            Token ids of the prompt, and whether anything was cut.
         """
         format = self.format
         before, after = self._encode(prefix), self._encode(suffix, format.glue)
@@ -164,14 +178,24 @@ class FimPrompts:
         return [*start, *others, *gap, *middle], cut
 
     def is_gap(self, prompt: Sequence[int]) -> bool:
-        """Whether token ids have a gap, with all of the format's tokens."""
+        """Whether a prompt asks to fill a gap: it has all tokens of the format.
+
+        Args:
+            prompt: token ids.
+        """
         return {self._ids[token] for token in self.format.tokens} <= set(prompt)
 
     def ends_of(self, prompt: Sequence[int]) -> list[int]:
-        """Token ids that end what follows a prompt, beside the model's own: the format's, where it is a gap.
+        """Tokens that must end the text generated behind a prompt, besides the model's EOS.
 
-        Clients that write a gap themselves name few of them as stop strings: behind "<|file_sep|>", which is no text,
-        the model would go on with another file.
+        Clients that write a gap's tokens into their prompt themselves seldom give them as stop strings: behind
+        "<|file_sep|>" the model would go on with another file.
+
+        Args:
+            prompt: token ids.
+
+        Returns:
+            Ids of the format's tokens in `FimFormat.ends`, if the prompt has a gap; else none.
         """
         return self.ends if self.is_gap(prompt) else []
 
@@ -201,7 +225,15 @@ class FimPrompts:
 
 
 def fim_format(tokenizer: PreTrainedTokenizerBase, given: FimFormat | None) -> FimFormat | None:
-    """The user's format, or that of a known family whose tokens are in the vocabulary; None for none."""
+    """Choose the fill-in-the-middle format of a model.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        given: the format that the user has set, which is taken as it is; None: look for a known family's.
+
+    Returns:
+        The format; None if the vocabulary has no known family's tokens: the model can't fill gaps.
+    """
     if given is not None:
         return given
     vocabulary = tokenizer.get_vocab()
@@ -213,17 +245,32 @@ def fim_format(tokenizer: PreTrainedTokenizerBase, given: FimFormat | None) -> F
 
 
 def lacking_family(prompt: str, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Name of the family in whose tokens a client wrote a gap, where the vocabulary lacks them; None for none."""
+    """Find out that a client wrote a gap in the tokens of another family, which this model would read as plain text.
+
+    Args:
+        prompt: the client's prompt, as text.
+        tokenizer: the model's tokenizer.
+
+    Returns:
+        Name of that family, such as "codellama"; None if the prompt has no gap, or the vocabulary has its tokens.
+    """
     written = [name for name, family in FAMILIES.items() if family.texts(prompt) is not None]
     vocabulary = tokenizer.get_vocab() if written else {}  # made anew, in tens of milliseconds
     return next((name for name in written if not all(token in vocabulary for token in FAMILIES[name].tokens)), None)
 
 
 def given_format(values: dict[str, object]) -> FimFormat | None:
-    """A format of these settings; None where none is set.
+    """Make a format of the user's settings `fim.*`.
+
+    Args:
+        values: settings by name, without "fim."; names that are no fields of FimFormat are ignored, and None, [] and
+            False count as not set.
+
+    Returns:
+        The format; None if nothing is set.
 
     Raises:
-        ValueError: some are set, and prefix or suffix is not.
+        ValueError: something is set, but prefix or suffix is not.
     """
     known = {item.name for item in fields(FimFormat)}
     chosen = {name: value for name, value in values.items() if name in known and value not in (None, [], False)}

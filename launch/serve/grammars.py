@@ -1,4 +1,4 @@
-"""Grammars of requests, compiled when the first one comes."""
+"""Compiles the grammars that requests constrain their texts by; the compiler is made when the first one comes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ MOST_CHARACTERS = 32768  # compiling is bounded otherwise, too: this bounds what
 
 
 class Grammars:
-    """Compiles grammars; from any thread.
+    """Compiles JSON schemas, regular expressions and EBNF rules into grammars that the engine's sampling follows.
 
     Args:
         tokenizer: the model's tokenizer.
-        vocabulary: how many tokens the LM head has.
+        vocabulary: number of the LM head's tokens, the size of a row of logits.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> None:
@@ -29,14 +29,18 @@ class Grammars:
         self._compiler: GrammarCompiler | None = None  # making one reads the whole vocabulary
 
     def grammar(self, kind: str, text: str) -> Grammar:
-        """The grammar; compiled once, as the compiler remembers them. One that takes long keeps no other waiting.
+        """Compile a grammar, or return it from the compiler's cache. From any thread; slow ones do not block others.
 
         Args:
-            kind: one of KINDS.
-            text: the schema, the pattern or the rules.
+            kind: "json_schema", "regex" or "ebnf".
+            text: the schema as JSON, the regular expression, or the rules (GBNF); at most MOST_CHARACTERS characters.
+
+        Returns:
+            The grammar, for `lp.Engine.submit`.
 
         Raises:
-            ValueError: it is too large, has what is not taken, or llguidance is not installed.
+            ValueError: the text is too large, is wrong, or uses syntax that is not supported; or llguidance is not
+                installed.
         """
         if len(text) > MOST_CHARACTERS:
             raise UserError(

@@ -1,4 +1,4 @@
-"""Images as requests name them: data URLs, and addresses where the server may fetch from."""
+"""Images of requests: decodes data URLs, and fetches http and https addresses where the server allows it."""
 
 from __future__ import annotations
 
@@ -34,10 +34,17 @@ NOT_PUBLIC = [ipaddress.IPv6Network(each) for each in HIDDEN]
 
 
 def decoded_images(urls: Sequence[str]) -> list[Image]:
-    """The images of data URLs.
+    """Decode the images of one request, for the model's processor.
+
+    Args:
+        urls: data URLs with base64, as in "data:image/png;base64,...".
+
+    Returns:
+        RGB images, in the order of `urls`.
 
     Raises:
-        ValueError: there are too many, one is no data URL, or as of `decoded`.
+        ValueError: there are more than MOST_IMAGES, one is no such URL, or its content is no image that can be decoded
+            (`launch.data.images.decoded`), with MOST_PIXELS as the limit of all images together.
     """
     if len(urls) > MOST_IMAGES:
         raise UserError(f"the request has {len(urls)} images; it may have {MOST_IMAGES}: send fewer")
@@ -66,10 +73,13 @@ def _data(url: str, name: str) -> bytes:
 
 
 class ImageUrls:
-    """Fetches images that requests name by http and https.
+    """Downloads the images that requests name by http and https addresses, if the server allows it.
+
+    It connects only to public addresses, so that clients can't reach the server's own network.
 
     Args:
-        allowed: whether it does.
+        allowed: whether images are downloaded; if not, requests with such addresses are refused. The server's setting
+            `allow_image_urls`.
     """
 
     def __init__(self, allowed: bool = False) -> None:
@@ -77,14 +87,15 @@ class ImageUrls:
         self._turns = asyncio.Semaphore(AT_ONCE)
 
     async def fetch(self, images: Sequence[ImageUrl], field: str) -> None:
-        """Put data URLs in the place of addresses.
+        """Download a request's images, and replace each http or https address by a data URL with its content.
 
         Args:
-            images: images of a request, which are changed.
-            field: where the request has them, for errors.
+            images: all images of the request, changed in place; data URLs stay. MOST_BYTES is the limit of all
+                downloads together.
+            field: name of the body's field that has the images, such as "messages", for errors.
 
         Raises:
-            ApiError: 400: the server fetches none, or one can't be had.
+            ApiError: status 400: the server downloads no images, or one can't be downloaded.
         """
         named = [(f"image {place}", image) for place, image in enumerate(images[:MOST_IMAGES], 1)]
         named = [(name, image) for name, image in named if image.url[:SHOWN].partition(":")[0].lower() in SCHEMES]
@@ -106,15 +117,16 @@ class ImageUrls:
 
 
 async def fetched(url: str, name: str, room: int = MOST_BYTES) -> bytes:
-    """What is at an address, which may redirect.
+    """Download the content of a URL, within FETCH_S seconds and over at most MOST_REDIRECTS redirects.
 
     Args:
         url: an http or https URL.
-        name: what messages call the image.
-        room: bytes that it may have.
+        name: what errors call the image, such as "image 1".
+        room: the most bytes that the content may have.
 
     Raises:
-        ValueError: an address that is not public, no answer in time, another status than 200, or too many bytes.
+        ValueError: the host is not at a public address, or does not answer in time; the status is not 200; or the
+            content is too large.
     """
     import httpx
 
@@ -158,11 +170,18 @@ async def _answer(client: httpx.AsyncClient, url: str, room: int) -> tuple[int, 
 
 
 async def public_address(host: str, port: int) -> str:
-    """An address of a host, all of whose addresses anybody can reach.
+    """Resolve a host's name, unless one of its addresses is not public: clients must not reach internal hosts.
+
+    Args:
+        host: name or IP address of the host.
+        port: port to connect to.
+
+    Returns:
+        One IP address of the host. Connect to this one: the name may resolve to another the next time.
 
     Raises:
-        ValueError: one is of this machine, a private network, or another that is not global.
-        OSError: there is no such host.
+        ValueError: one of the addresses is this machine's, a private network's, or otherwise not global.
+        OSError: the name can't be resolved.
     """
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     addresses = [str(each[4][0]) for each in found]

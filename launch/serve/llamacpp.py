@@ -21,7 +21,11 @@ from .spec import TextSpec
 
 
 def llamacpp_routes(served: Served) -> APIRouter:
-    """The routes of llama.cpp's own endpoints."""
+    """Routes of llama.cpp's own endpoints: /completion, its other name /completions, and /infill.
+
+    Args:
+        served: the model that generates the answers.
+    """
     router = APIRouter()
 
     async def respond(request: Request, completion: LlamaCompletion) -> Response:
@@ -67,13 +71,14 @@ def llamacpp_routes(served: Served) -> APIRouter:
 
 
 class LlamaCompletion:
-    """An answer in llama.cpp's form.
+    """Generates one request's text, and makes llama.cpp's response of it, in one piece or as a stream.
 
     Args:
-        served: the model.
-        body: the request.
-        prompt: token ids.
-        truncated: a part of what was sent has no room.
+        served: the model for this client, with the adapter that the request names.
+        body: the request to /completion or /infill.
+        prompt: token ids of the prompt.
+        truncated: whether the prompt lacks a part of what the client sent, for which the context has no room; the
+            response says so.
     """
 
     def __init__(self, served: Served, body: LlamaCpp, prompt: list[int], truncated: bool = False) -> None:
@@ -100,7 +105,7 @@ class LlamaCompletion:
         self.text = Wanted(self.spec, body.grammar_field, stop, body.n_indent, limit_s or None)
 
     async def whole(self) -> dict[str, Any]:
-        """The answer in one piece, once the text has ended."""
+        """Generate the text, and return the response in one piece: the content, its token ids, and figures."""
         parts: list[str] = []
         tokens: list[int] = []
         ending = Ending()
@@ -116,7 +121,7 @@ class LlamaCompletion:
         return self._chosen({"content": "".join(parts), "tokens": tokens, **self._last(ending)})
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
-        """The answer as a stream: a chunk for each step's text, and a last one with figures."""
+        """Generate the text, and yield the response in chunks: one for each decode step, and one with figures."""
         async with aclosing(TextGroup(self.served, "completion", [self.text]).events()) as events:
             async for _, event in events:
                 if isinstance(event, Piece):

@@ -1,4 +1,8 @@
-"""Log probabilities as OpenAI's clients read them: a token by the text that it adds, two tokens never by one name."""
+"""Log probabilities in the forms of OpenAI's endpoints.
+
+A token is named by the text that it adds, such as " the"; where two tokens of one position would have the same name,
+one is called "token_id:123".
+"""
 
 from __future__ import annotations
 
@@ -13,11 +17,12 @@ from ..text.detokenizer import TokenWalk
 
 
 class LegacyLogprobs:
-    """Log probabilities in the form of /v1/completions.
+    """Collects the log probabilities of one text's tokens, in the form of `logprobs` in answers of /v1/completions.
 
     Args:
-        name: what a token is called where others come before it.
-        walk: the text that the tokens are of.
+        name: gives the name of a token id that is not of the text, but among the likeliest at its place; such as
+            `Vocabulary.name`.
+        walk: gives the names and places of the text's own tokens; it stands before the first one that is added.
     """
 
     def __init__(self, name: Callable[[int], str], walk: TokenWalk) -> None:
@@ -32,13 +37,13 @@ class LegacyLogprobs:
         self._offsets: list[int] = []
 
     def add_prompt(self, prompt: Sequence[int], logprobs: Sequence[Logprob], offsets: Sequence[int] | None) -> None:
-        """The tokens of a prompt, of which the first has no probability.
+        """Add a prompt's tokens, for answers that echo the prompt. The first token has no log probability: null.
 
         Args:
             prompt: token ids.
             logprobs: log probabilities of all tokens but the first.
-            offsets: where each token begins in the text as it was sent; None where that is the text that the tokens
-                give.
+            offsets: characters of the prompt's text before each token (`prompt_offsets`); None: they are counted in the
+                text that the tokens decode to.
         """
         self._add(prompt[0], None, None)
         self.add(logprobs)
@@ -46,7 +51,11 @@ class LegacyLogprobs:
             self._offsets = [*offsets]
 
     def add(self, logprobs: Sequence[Logprob]) -> None:
-        """Add more tokens with their log-probabilities."""
+        """Add the text's next tokens.
+
+        Args:
+            logprobs: log probabilities of the tokens, in order.
+        """
         for each in logprobs:
             self._add(each.token, each.logprob, each)
 
@@ -69,14 +78,18 @@ class LegacyLogprobs:
         return {names[token]: value for token, value in values.items()}
 
     def behind(self, walk: TokenWalk) -> LegacyLogprobs:
-        """A copy of these tokens, with room for those of a text behind them."""
+        """Copy the collected tokens of a prompt, for one of several texts that continue it.
+
+        Args:
+            walk: names the tokens of that text; it stands behind the prompt.
+        """
         copied = LegacyLogprobs(self._name, walk)
         copied._tokens, copied._values = [*self._tokens], [*self._values]
         copied._tops, copied._offsets = [*self._tops], [*self._offsets]
         return copied
 
     def data(self) -> dict[str, Any]:
-        """All of them, as the field `logprobs` has them."""
+        """Value of the response's field `logprobs`, with all tokens that are collected."""
         return {
             "tokens": self._tokens,
             "token_logprobs": self._values,
@@ -85,16 +98,23 @@ class LegacyLogprobs:
         }
 
     def take(self) -> dict[str, Any]:
-        """Log probabilities that have come since the last call."""
+        """Value of `logprobs` for the next chunk of a stream: the tokens that were added since the last call."""
         data = self.data()
         self._clear()
         return data
 
 
 def prompt_offsets(tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence[int]) -> list[int] | None:
-    """Where the tokens of a text begin in it, as it was sent; None where the tokenizer does not tell.
+    """Find where each token of a prompt begins in the text that the client sent, for `text_offset`.
 
-    A token that stands for nothing in the text, as BOS, begins where the one before it ends.
+    Args:
+        tokenizer: the model's tokenizer.
+        text: the prompt's text.
+        ids: token ids that the text was encoded to.
+
+    Returns:
+        Characters before each token. A token that stands for no text, such as BOS, begins where the token before it
+        ends. None: the tokenizer is not a fast one, or encodes the text differently by itself.
     """
     if not tokenizer.is_fast:
         return None
@@ -110,12 +130,13 @@ def prompt_offsets(tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence[
 
 
 def chat_logprobs(name: Callable[[int], str], walk: TokenWalk, logprobs: Sequence[Logprob]) -> dict[str, Any]:
-    """Log probabilities in the form of /v1/chat/completions.
+    """Write log probabilities of generated tokens in the form of `logprobs` in answers of /v1/chat/completions.
 
     Args:
-        name: what a token is called where others come before it.
-        walk: the text that the tokens are of, up to them.
-        logprobs: log probabilities of the tokens.
+        name: gives the name of a token id that is not of the text, but among the likeliest at its place; such as
+            `Vocabulary.name`.
+        walk: names the text's own tokens; it stands before the first of them, and is moved behind the last.
+        logprobs: log probabilities of the next tokens of the text, in order.
     """
 
     def data(name: str, data: bytes | None, value: float) -> dict[str, Any]:

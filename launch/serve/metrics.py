@@ -1,4 +1,4 @@
-"""What /metrics reports, in Prometheus' form; what routers and dashboards read under vLLM's names too."""
+"""Counts that /metrics reports in Prometheus' form. Those that routers and dashboards read have vLLM's names, too."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ DRAFTED = f"{VLLM}spec_decode_num_"
 
 
 class Metrics:
-    """Counts of one server, in Prometheus' form.
+    """Counts a server's requests, texts and tokens, and reports them in Prometheus' form for /metrics.
 
     Args:
-        loop: the loop whose state is looked at when it is asked for.
+        loop: the engine's loop; how many texts run and wait, and how full the KV cache is, is read from it at each
+            report.
     """
 
     def __init__(self, loop: EngineLoop) -> None:
@@ -48,15 +49,28 @@ class Metrics:
         self._token = Histogram("lp_time_per_token_seconds", "", buckets=TOKEN_SECONDS, registry=registry)
 
     def request(self, path: str, status: int) -> None:
-        """Count a response by endpoint and status."""
+        """Count a response.
+
+        Args:
+            path: path of the endpoint's route, such as "/v1/completions"; "other" if the request met no route.
+            status: HTTP status of the response.
+        """
         self._requests.labels(path, str(status)).inc()
 
     def first_token(self, seconds: float) -> None:
-        """Note the time from a request to its text's first token."""
+        """Record a time to first token.
+
+        Args:
+            seconds: time from the request to the first token of its text.
+        """
         self._first.observe(seconds)
 
     def ended(self, ending: Ending) -> None:
-        """Count a text that has ended, its tokens and its times."""
+        """Count a text that has ended: its reason, its tokens and steps, and its time per token.
+
+        Args:
+            ending: how it ended.
+        """
         self._ended.labels("failed" if ending.error else ending.reason).inc()
         self._tokens.inc(ending.generated)
         if ending.steps:  # else it has waited, and its client has left
@@ -72,7 +86,7 @@ class Metrics:
             self._token.observe(ending.decode_s / ending.generated)
 
     def text(self) -> bytes:
-        """All counts in Prometheus' text format."""
+        """All counts in Prometheus' text format: the body of a response of /metrics."""
         return generate_latest(self._registry)
 
 
