@@ -1,4 +1,4 @@
-"""What clients send to /v1/responses, and the chat that it asks for."""
+"""The bodies of requests to /v1/responses, and their translation to bodies of /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class InputPart(InputText):
 
     @property
     def image(self) -> ImageUrl | None:
-        """The image, if it is one."""
+        """The image; None where the part is a text."""
         return self.image_url if self.type == "input_image" else None
 
 
@@ -152,7 +152,7 @@ class TextFormat(Fields):
 
     @property
     def own(self) -> str | None:
-        """The field that says more of the type."""
+        """Name of the field that this type needs, such as "schema" for json_schema; None for a type that needs none."""
         return "schema" if self.type == "json_schema" else None if self.type == "json_object" else FORMS[self.type]
 
     @model_validator(mode="after")
@@ -167,7 +167,7 @@ class TextFormat(Fields):
 
     @property
     def response_format(self) -> dict[str, Any]:
-        """What a chat has as its `response_format`."""
+        """This form as the field `response_format` of a request to /v1/chat/completions."""
         if self.type == "json_schema":
             return {"type": self.type, "json_schema": {"schema": self.form}}
         return {"type": self.type, "grammar": self.grammar, "regex": self.regex}
@@ -210,7 +210,7 @@ class FunctionTool(Fields):
 
     @property
     def tool(self) -> dict[str, Any]:
-        """What a chat has in its `tools`."""
+        """This function as an entry of the field `tools` of a request to /v1/chat/completions."""
         given = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": {name: value for name, value in given.items() if value is not None}}
 
@@ -222,7 +222,7 @@ def _few(value: Any) -> Any:
 
 
 class AskedChat(ChatBody):
-    """A chat that a request to /v1/responses asks for; its errors name fields of that request."""
+    """A request to /v1/responses translated to a chat body; its errors name fields of the original request."""
 
     PROMPT = "input"
 
@@ -316,7 +316,7 @@ class ResponsesBody(Sampled):
 
     @property
     def chat(self) -> AskedChat:
-        """The chat that is asked for, streamed with its usage."""
+        """The request translated to a body of /v1/chat/completions that asks for a stream with its usage."""
         asked = self.model_dump(include={*Sampled.model_fields}, exclude_unset=True)
         asked |= {"messages": self._messages(), "stream": True, "stream_options": {"include_usage": True}}
         if self.max_output_tokens is not None:
