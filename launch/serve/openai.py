@@ -34,7 +34,11 @@ COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 
 
 def openai_routes(served: Served) -> APIRouter:
-    """The routes of OpenAI's endpoints."""
+    """A router with /v1/completions and /v1/chat/completions.
+
+    Args:
+        served: the model that answers.
+    """
     router = APIRouter()
     timeout_s = served.limits.timeout_s
 

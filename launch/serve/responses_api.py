@@ -160,7 +160,7 @@ class ResponsesAnswer:
         return len(self._chat.prompts[0])
 
     async def whole(self) -> Data:
-        """The answer in one piece: the response that the stream ends with."""
+        """The body of an answer that is not streamed: the response in the last event."""
         last: Data = {}
         async with aclosing(self.events()) as events:
             async for event in events:

@@ -39,7 +39,7 @@ KEPT = "the server keeps no responses: send the earlier items again"
 
 
 class InputText(Fields):
-    """A part of an item's text."""
+    """A text part of an item, such as {"type": "output_text", "text": "..."}."""
 
     model_config = ConfigDict(extra="allow")
     type: Text
@@ -53,7 +53,7 @@ class InputText(Fields):
 
 
 class InputPart(InputText):
-    """A part of a message: a text or an image."""
+    """A part of a message: a text, or an image such as {"type": "input_image", "image_url": "data:..."}."""
 
     REFUSED: ClassVar[dict[str, str]] = {"file_id": "the server keeps no files: give image_url"}
     image_url: OneImageUrl | None = None
@@ -107,7 +107,7 @@ def _content(parts: list[InputPart] | None) -> str | list[dict[str, Any]]:
 
 
 class Item(Fields):
-    """What was said or done before: a message, the reasoning of an answer, a call, or what a call returned."""
+    """An entry of `input`: a message, an earlier answer's reasoning, a call of a function, or a call's output."""
 
     REFUSED: ClassVar[dict[str, str]] = {
         "encrypted_content": "only its own server can read it: give content, or leave it out"
@@ -142,7 +142,7 @@ def _items(value: Any) -> Any:
 
 
 class TextFormat(Fields):
-    """The form that the answer must have."""
+    """The field `text.format`: the form that the answer must have, such as a JSON schema or a grammar."""
 
     model_config = ConfigDict(extra="allow")
     type: Literal["text", "json_object", "json_schema", "grammar", "regex"]
@@ -174,7 +174,7 @@ class TextFormat(Fields):
 
 
 class TextOptions(Fields):
-    """What the answer's text is to be."""
+    """The field `text`: options of the answer's text."""
 
     REFUSED: ClassVar[dict[str, str]] = {"verbosity": "say it in the instructions"}
     model_config = ConfigDict(extra="allow")
@@ -182,7 +182,7 @@ class TextOptions(Fields):
 
 
 class ReasoningOptions(Fields):
-    """How the model is to reason, none of which can be had beside what its template reads."""
+    """The field `reasoning`, whose options are all refused: only chat_template_kwargs controls how a model reasons."""
 
     REFUSED: ClassVar[dict[str, str]] = {
         "effort": "give what the model's template reads in chat_template_kwargs",
@@ -288,12 +288,12 @@ class ResponsesBody(Sampled):
 
     @property
     def form(self) -> TextFormat | None:
-        """The form that the answer must have; None for any."""
+        """The field `text.format`; None where the answer may have any form."""
         return self.text.format if self.text else None
 
     @property
     def grammar_given(self) -> tuple[str, str] | None:
-        """(kind, text) of the form that the text must have, for `Grammars.grammar`; None for any."""
+        """(kind, text) of the grammar that the answer must follow, as `Grammars.grammar` takes them; None for none."""
         return ResponseFormat(**self.form.response_format).grammar_given if self.form else None
 
     @property
@@ -332,7 +332,7 @@ class ResponsesBody(Sampled):
 
     @property
     def images(self) -> list[ImageUrl]:
-        """The images of the items, in their order."""
+        """The images of all items, in their order."""
         return [part.image for item in self.input for part in item.content or [] if part.image]
 
     def _messages(self) -> list[dict[str, Any]]:

@@ -135,7 +135,7 @@ class Served:
 
     @property
     def context(self) -> int | None:
-        """Tokens of the model's context; None for no limit."""
+        """The model's context length in tokens, prompt and text together; None for no limit."""
         return context_limit(self.model)
 
     @property

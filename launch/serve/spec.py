@@ -117,7 +117,7 @@ class TextSpec:
         return self.grammar is None and self.logprobs is None
 
     def arguments(self, grammars: Grammars) -> dict[str, Any]:
-        """The arguments with which `Engine.submit` takes this text.
+        """The keyword arguments of `Engine.submit` that generate this text.
 
         Args:
             grammars: compiles the grammar.

@@ -35,7 +35,7 @@ def open_paths(metrics_key: bool, models_key: bool) -> set[str]:
 
 
 def status_routes(served: Served) -> APIRouter:
-    """The routes that generate nothing: health, metrics, models, properties, tokenizing, pages."""
+    """A router with the endpoints that generate no text, such as /health and /v1/models."""
     router = APIRouter()
     tokenizer = served.tokenizer
 
