@@ -1,4 +1,4 @@
-"""Keys of clients, each with a name: what is kept of a client's texts is used for that client's alone."""
+"""API keys with a name for each client, so that text kept for draft tokens serves only the client that it came from."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ CORPORA = "corpora="
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """Who a request comes from, as far as its key tells.
+    """The client that a request comes from, as its API key tells.
 
     Attributes:
-        name: what is kept of the client's texts goes by it; empty where the key has no name.
-        corpora: names of the corpora that the client's texts may look in; None: all of the server's.
+        name: name of the key, under which the client's texts are kept for draft tokens; empty for a key without one.
+        corpora: names of the corpora that the client's draft tokens may come from; None: all of the server's.
     """
 
     name: str = ""
@@ -28,23 +28,26 @@ class Client:
 
 @dataclass(frozen=True, slots=True)
 class NamedKey:
-    """A client's key, and the corpora that its texts may look in, as of Client."""
+    """A client's API key, and the corpora that its draft tokens may come from; see `Client`."""
 
     key: str
     corpora: tuple[str, ...] | None = None
 
 
 def read_keys(path: str | None, api_key: str | None = None) -> dict[str, NamedKey]:
-    """The keys of a file with a line NAME KEY, or NAME KEY corpora=A,B, for each client, by name.
+    """Read the file of clients' API keys: a line NAME KEY, or NAME KEY corpora=A,B, for each client.
 
     Lines that begin with # are left out.
 
     Args:
-        path: the file; None: there is none.
-        api_key: the key without a name.
+        path: the file; None for no keys.
+        api_key: the server's key without a name, which no line may repeat.
+
+    Returns:
+        Keys by the clients' names.
 
     Raises:
-        ValueError: it can't be read, or a line is something else; names the line, and never a key.
+        ValueError: the file can't be read, or a line has another form; the message has the line's number and no key.
     """
     if path is None:
         return {}
@@ -76,10 +79,10 @@ def read_keys(path: str | None, api_key: str | None = None) -> dict[str, NamedKe
 
 
 def check_corpora(path: str | None, known: Sequence[str]) -> None:
-    """Refuse keys whose clients may look in a corpus that the server does not have.
+    """Refuse a file of API keys that names a corpus which the server does not have.
 
     Args:
-        path: the file of keys; None: there is none.
+        path: the file, see `read_keys`; None for no keys.
         known: names of the server's corpora.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What clients may call the model."""
+"""The names that clients may give in the `model` field of their requests."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ SNAPSHOT = re.compile(r"(?:^|[/\\])models--(?P<name>[^/\\]+)[/\\]snapshots[/\\][
 
 @dataclass(frozen=True)
 class ModelNames:
-    """The names that clients may call the model by.
+    """The names that clients may give in the `model` field of their requests.
 
     Attributes:
-        shown: name that answers give.
-        listed: names that /v1/models has, the shown one first.
-        known: all that clients may give.
-        any: whether clients may give any other name, too.
+        shown: name in the `model` field of answers.
+        listed: names that /v1/models lists, the shown one first.
+        known: all names that requests may give.
+        any: whether requests may give any other name, too.
     """
 
     shown: str
@@ -32,11 +32,12 @@ class ModelNames:
 
     @classmethod
     def of(cls, model: str, served: Sequence[str] = ()) -> ModelNames:
-        """The names that a model is served under.
+        """The names that a model is served under, from its path and the key served_name.
 
         Args:
-            model: a folder or a hub name; the last part of it is shown, of a snapshot in the hub's cache the hub name.
-            served: names in place of these; "*" is any name.
+            model: a folder or a hub name. Without `served`, its last part is shown, such as "Qwen3-8B"; a snapshot in
+                the hub's cache shows the hub name, such as "Qwen/Qwen3-8B".
+            served: names that replace these, the first one shown; "*" among them lets requests give any name.
         """
         given = list(dict.fromkeys(name for name in served if name != ANY))
         if given:
@@ -49,15 +50,18 @@ class ModelNames:
         return cls(short, (short,), frozenset({model, short}), ANY in served)
 
     def has(self, name: str) -> bool:
-        """Whether clients may call the model so."""
+        """Whether a request may give this name."""
         return self.any or name in self.known
 
 
 def served_names(given: object) -> list[str]:
-    """The names of the key served_name: none, one, or several.
+    """The value of the key served_name as a list of names, which is empty where the key is null.
+
+    Args:
+        given: None, a name, or a list of names.
 
     Raises:
-        ValueError: something else.
+        ValueError: the value is something else, or a name is empty.
     """
     names = [given] if isinstance(given, str) else given
     if names is None:

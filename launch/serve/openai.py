@@ -34,7 +34,11 @@ COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 
 
 def openai_routes(served: Served) -> APIRouter:
-    """The routes of OpenAI's endpoints."""
+    """A router with /v1/completions and /v1/chat/completions.
+
+    Args:
+        served: the model that answers.
+    """
     router = APIRouter()
     timeout_s = served.limits.timeout_s
 
@@ -56,16 +60,16 @@ def openai_routes(served: Served) -> APIRouter:
 
 
 async def begun(make: Callable[[Served, Asked], Made], served: Served, request: Request, body: Asked) -> Made:
-    """The answer to a request whose model's name and grammar are found to be right.
+    """Check a request, fetch its images, and make the object that generates its answer, such as a `Chat`.
 
     Args:
-        make: makes the answer of the model, as the client may use it, and of the body.
+        make: makes that object from `served`, with the request's adapter and client set, and `body`; runs on a thread.
         served: the model.
-        request: the client's request.
-        body: what it asks for.
+        request: the client's request, whose scope tells the client.
+        body: the parsed body of the request.
 
     Raises:
-        ApiError: 400, 404.
+        ApiError: 404 for an unknown model; 400 for a bad grammar, image or field.
     """
     served = served.chosen(body.model)
     if served.adapter and body.images:
@@ -78,7 +82,14 @@ async def begun(make: Callable[[Served, Asked], Made], served: Served, request: 
 
 
 def spec_of(served: Served, body: OpenAI, prompt: list[int], max_tokens: int | None) -> TextSpec:
-    """What the engine is asked for: a text that continues this prompt, with the body's settings."""
+    """The text that a request asks the engine for, with the settings of its body.
+
+    Args:
+        served: the model, which gives the settings that the body leaves open.
+        body: the parsed body of the request.
+        prompt: token ids that the text continues.
+        max_tokens: most tokens to generate, as `Served.new_tokens` takes them.
+    """
     penalised = body.samples_by("penalties")
     return TextSpec(
         prompt=prompt,
@@ -95,13 +106,13 @@ def spec_of(served: Served, body: OpenAI, prompt: list[int], max_tokens: int | N
 
 
 class _Answer:
-    """What both endpoints share: an id, the choices, the usage.
+    """The parts that answers of both endpoints share: an id, the choices, the usage.
 
     Args:
         served: the model.
         body: the request.
-        prefix: what the id begins with.
-        kind: "object" of the response.
+        prefix: beginning of the id, such as "cmpl-".
+        kind: the response's field "object", such as "chat.completion".
     """
 
     def __init__(self, served: Served, body: OpenAI, prefix: str, kind: str) -> None:
@@ -118,22 +129,27 @@ class _Answer:
         self.predicted = 0
 
     def response(self, choices: list[dict[str, Any]], endings: Sequence[Ending]) -> dict[str, Any]:
-        """The whole answer in one response."""
+        """The body of a response that is not streamed.
+
+        Args:
+            choices: the field "choices".
+            endings: how the generated texts ended, from which the usage is counted.
+        """
         return {**self.head, "object": self.kind, "choices": choices, **self._figures(endings)}
 
     def chunk(self, choice: dict[str, Any], step_tokens: int = 0) -> dict[str, Any]:
-        """A part of the answer as an event of a stream.
+        """The body of one event of a streamed response.
 
         Args:
-            choice: the event's only choice.
-            step_tokens: tokens that the step of this chunk brought.
+            choice: the only entry of the event's field "choices".
+            step_tokens: number of tokens that the decode step of this event added.
         """
         kind = self.kind if self.kind == "text_completion" else f"{self.kind}.chunk"
         chunk = {**self.head, "object": kind, "choices": [choice], "step_tokens": step_tokens}
         return {**chunk, "usage": None} if self._with_usage else chunk
 
     def last_chunk(self, endings: Sequence[Ending]) -> list[dict[str, Any]]:
-        """The event with the usage, where it is asked for."""
+        """The last event, with the usage, as a list; empty where `stream_options.include_usage` does not ask for it."""
         if not self._with_usage:
             return []
         return [{**self.chunk({}), "choices": [], **self._figures(endings)}]
@@ -154,21 +170,25 @@ class _Answer:
         return {"seed": sampling["seed"]} if sampling and sampling["temperature"] else {}
 
     def choices_of(self, spec: TextSpec) -> list[Wanted]:
-        """What to generate for a prompt: its n texts, each a choice of the answer."""
+        """The n texts to generate for a prompt, each of which becomes a choice of the answer.
+
+        Args:
+            spec: the text of the first choice; the others differ from it by `sequence`.
+        """
         stop = [*self.served.stop, *self.body.stop]
         field = self.body.grammar_field
         return [Wanted(replace(spec, sequence=index), field, stop) for index in range(self.body.n)]
 
 
 class Completion(_Answer):
-    """An answer of /v1/completions.
+    """Generates the answer to one request to /v1/completions, in one piece (`whole`) or streamed (`chunks`).
 
     Args:
         served: the model.
-        body: the request.
+        body: the parsed body of the request.
 
     Raises:
-        ApiError: 400.
+        ApiError: 400, a field of the body can't be served.
     """
 
     body: CompletionBody
@@ -245,7 +265,7 @@ class Completion(_Answer):
         return self.response(choices, [*endings.values()])
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
-        """The answer as a stream: chunks as steps give text."""
+        """The bodies of a streamed answer's events, one for each text and decode step; the last may have the usage."""
         logprobs = await self._prompt_logprobs()
         echoes = [echo for echo in self.echoes for _ in range(self.body.n)]
         endings: list[Ending] = []
@@ -292,15 +312,15 @@ class Completion(_Answer):
 
 
 class Chat(_Answer):
-    """An answer of /v1/chat/completions.
+    """Generates the answer to one request to /v1/chat/completions, in one piece (`whole`) or streamed (`chunks`).
 
     Args:
         served: the model.
-        body: the request.
-        prefix: what the id begins with.
+        body: the parsed body of the request.
+        prefix: beginning of the answer's id.
 
     Raises:
-        ApiError: 400.
+        ApiError: 400, a field of the body can't be served.
     """
 
     body: ChatBody
@@ -357,7 +377,10 @@ class Chat(_Answer):
         return self.response(choices, [*endings.values()])
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Step by step; an answer that may call tools is parsed when it has ended."""
+        """The bodies of a streamed answer's events, as decode steps give text.
+
+        Where the answer may call tools, its text is held back and parsed once it has ended; reasoning before it, too.
+        """
         held = [list[Piece]() for _ in self.texts]
         endings: list[Ending] = []
 

@@ -1,4 +1,4 @@
-"""Opens a model by its config, ready to answer requests: what the server and `lp batch` begin with."""
+"""Load a model by its config and make it ready to answer requests: the start of `lp serve` and of `lp batch`."""
 
 from __future__ import annotations
 
@@ -51,10 +51,14 @@ SPARE_FILES = 256  # of those that a process may open: for clients, sockets amon
 
 
 def check_packages(app: str, packages: Sequence[str]) -> None:
-    """Refuse to start an app whose packages, of the extra `serve`, are not installed.
+    """Refuse to start an app that needs packages of the extra `serve` which are not installed.
+
+    Args:
+        app: name of the command, such as "serve" for `lp serve`.
+        packages: names of the packages that it imports.
 
     Raises:
-        ValueError: which ones, and how they are installed.
+        ValueError: names the missing ones, and the command that installs them.
     """
     missing = [package for package in packages if not is_installed(package)]
     if missing:
@@ -62,7 +66,7 @@ def check_packages(app: str, packages: Sequence[str]) -> None:
 
 
 def check_answering(config: AnsweringConfig) -> None:
-    """Refuse what no app that answers requests can use.
+    """Refuse settings that neither `lp serve` nor `lp batch` can use, before the model is loaded.
 
     Raises:
         ValueError: the key, the limit and the remedy.
@@ -89,13 +93,13 @@ def check_answering(config: AnsweringConfig) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a config says of answers, read before the model is loaded, which takes long.
+    """Settings of a config that are read before the model is loaded, so that mistakes in them show at once.
 
     Args:
-        sampling: what requests get that say nothing of it; None is greedy.
-        fim: the user's own tokens for fill-in-the-middle, if there are any.
-        builders: builders of decoders, by name.
-        template: the chat template that replaces the model's own; None for none.
+        sampling: sampling of requests that do not set it themselves; None: the checkpoint's, else greedy.
+        fim: the tokens of the keys fim.*, for fill-in-the-middle; None where they are not set.
+        builders: functions that build a decoder, by the decoder's name.
+        template: the chat template that replaces the model's own; None keeps that.
     """
 
     sampling: lp.SamplingParams | None
@@ -105,7 +109,7 @@ class Settings:
 
 
 def read_settings(config: AnsweringConfig) -> Settings:
-    """What the config says of answers.
+    """Read the settings that need no model from a config, and the chat template from its file.
 
     Raises:
         ValueError: a user error, with its remedy.
@@ -121,7 +125,7 @@ def read_settings(config: AnsweringConfig) -> Settings:
 
 @contextmanager
 def own_journal(config: AnsweringConfig) -> Iterator[None]:
-    """Keep other processes from the journal's folder meanwhile, where there is one; on rank 0.
+    """Lock the folder of the key journal against other processes, on rank 0; does nothing where the key is null.
 
     Raises:
         ValueError: the folder can't be made, or another process has it.
@@ -136,11 +140,11 @@ class Opened:
 
     Args:
         loaded: model and tokenizer.
-        settings: what the config says of answers.
-        engine: runs the texts, warmed up.
+        settings: settings that were read before the model was loaded.
+        engine: generates the texts; warmed up.
         grammars: compiles grammars of requests.
-        journal_model: what the texts of a journal depend on besides their requests; None where none are kept.
-        images: makes prompts with images, which other ranks than 0 do not.
+        journal_model: see `resumed_model`; None where no tokens of texts are kept.
+        images: makes prompts with images; None on other ranks than 0.
     """
 
     loaded: Loaded
@@ -151,10 +155,10 @@ class Opened:
     images: ImagePrompts | None
 
     def served(self, config: AnsweringConfig, loop: EngineLoop, allow_image_urls: bool = False) -> Served:
-        """What all endpoints share.
+        """The object that all endpoints share: the model, the engine and the settings.
 
         Args:
-            config: names of the model, limits and the journal.
+            config: gives the names of the model, the limits and the journal.
             loop: runs the engine.
             allow_image_urls: whether images are fetched from addresses that requests name.
 
@@ -188,8 +192,10 @@ def open_engine(config: AnsweringConfig, settings: Settings, owners: Sequence[st
     """Join the other ranks, load the model and warm up an engine of it.
 
     Args:
-        config, settings: what the user asks for.
-        owners: whose texts there will be; those of rank 0 count.
+        config: the app's config.
+        settings: see `read_settings`.
+        owners: names of clients whose texts there will be, whose files of generated text are opened now; "" is the
+            client without a name. Other ranks get those of rank 0.
 
     Raises:
         ValueError: a user error, with its remedy.
@@ -228,10 +234,14 @@ def open_engine(config: AnsweringConfig, settings: Settings, owners: Sequence[st
 
 
 def check_open_files(config: AnsweringConfig, owners: int) -> None:
-    """Refuse more owners than there can be open files: each owner's history stays open, and locked.
+    """Refuse more clients than this process can open files for (ulimit -n): each client's history file stays open.
+
+    Args:
+        config: says whether there are history files (pool.history), and how many adapters.
+        owners: number of clients, the one without a name among them.
 
     Raises:
-        ValueError: how many there are, and how many there may be.
+        ValueError: says how many files are needed, and how many there may be.
     """
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if config.pool.history is None or most == resource.RLIM_INFINITY:
@@ -248,7 +258,7 @@ def check_open_files(config: AnsweringConfig, owners: int) -> None:
 
 
 def warm_up(engine: lp.Engine) -> None:
-    """A short text, so that the first client waits for nothing to be compiled."""
+    """Generate two short texts, one greedy and one sampled, so that the first client does not wait for compilation."""
     one = engine.submit([0], WARM_UP_TOKENS, eos_token_id=(), owner=None)
     other = engine.submit([0, 0], WARM_UP_TOKENS, lp.SamplingParams(seed=0), eos_token_id=(), owner=None)
     while engine.step():
@@ -258,7 +268,7 @@ def warm_up(engine: lp.Engine) -> None:
 
 
 def follow(opened: Opened) -> None:
-    """Take rank 0's steps on another rank, until rank 0 ends."""
+    """Take part in rank 0's decode steps, on another rank, until rank 0 ends; Ctrl-C and SIGTERM are ignored."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # when to end is rank 0's affair
     loop = EngineLoop(opened.engine, opened.grammars, 0)
@@ -268,7 +278,11 @@ def follow(opened: Opened) -> None:
 
 
 def resumed_model(loaded: Loaded, decoder: StepDecoder) -> str | None:
-    """What texts depend on besides their requests, alike on all ranks; None where they can't go on behind tokens."""
+    """A key of everything besides a request that its text depends on, so that kept tokens are used with it alone.
+
+    All ranks call it together and get the same text: JSON of the weights' digests, the EOS ids, the checkpoint's
+    defaults and the cache's data type. None where a text of this model can't be resumed exactly (`resumable`).
+    """
     context, said = decoder.context, decoder.checkpoint().says
     if not resumable(loaded.model):
         if context.is_main:
@@ -281,7 +295,11 @@ def resumed_model(loaded: Loaded, decoder: StepDecoder) -> str | None:
 
 
 def unfinished_requests(config: AnsweringConfig, model: str | None) -> UnfinishedRequests:
-    """Notes of requests that have not ended: with tokens in the user's journal folder, else seeds alone in the run's.
+    """Notes of requests that have not ended: with tokens in the folder `journal`, else without in the run's folder.
+
+    Args:
+        config: has the key journal; null keeps no tokens.
+        model: see `resumed_model`; None keeps no tokens either.
 
     Raises:
         ValueError: the folder can't be made or read.
@@ -292,7 +310,11 @@ def unfinished_requests(config: AnsweringConfig, model: str | None) -> Unfinishe
 
 
 def report(earlier: list[dict[str, Any]]) -> None:
-    """The requests that a server before this one did not finish."""
+    """Print the requests that the server before this one did not finish to stderr, one a line.
+
+    Args:
+        earlier: see `UnfinishedRequests.earlier`.
+    """
     for request in earlier:
         facts = ", ".join(f"{name} {value}" for name, value in request.items() if name != "id" and value is not None)
         line = f"request {request['id']} ({facts})"

@@ -1,4 +1,4 @@
-"""Log probabilities of a prompt's own tokens, by which evaluation harnesses compare given answers."""
+"""Log probabilities of a prompt's own tokens, by which evaluation harnesses rank given answers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ CHUNK = 256  # tokens of a pass, whose logits are held at once
 def prompt_logprobs(
     decoder: StepDecoder, prompt: Sequence[int], num_top: int, on_pass: Callable[[], None] = lambda: None
 ) -> list[Logprob]:
-    """Log probabilities of every token but the first, which nothing comes before.
+    """Log probabilities of a prompt's tokens, each given those before it; the first token has none.
 
     Args:
-        decoder: has a model that is whole on this rank.
+        decoder: decoder whose model is whole on this rank; its cache is not used.
         prompt: token ids.
-        num_top: likeliest tokens beside each.
-        on_pass: called after each pass, of which a long prompt has many.
+        num_top: how many of the likeliest tokens are given beside each.
+        on_pass: called after each forward pass over up to CHUNK tokens.
+
+    Returns:
+        One entry for each token but the first.
     """
     found: list[Logprob] = []
 

@@ -44,12 +44,12 @@ AT_ONCE = 2
 
 
 def app(args: Mapping[str, Any]) -> Any:
-    """The application that `serve run` and `serve deploy` start.
+    """Build the Ray Serve application that `serve run` and `serve deploy` start.
 
     Args:
-        args: keys of `lp serve` by name, where parallel.nproc is the number of ranks of a replica; min_replicas and
-            max_replicas, between which Ray scales (1); cpus, cores of each rank (1). Each rank has a GPU, with
-            model.device=cpu none.
+        args: keys of `lp serve` by name, where parallel.nproc is the number of ranks of a replica. Besides them
+            min_replicas and max_replicas, between which Ray scales (default 1), and cpus, the CPU cores of each rank
+            (default 1). Each rank takes a GPU, or none with model.device=cpu.
 
     Raises:
         ValueError: a setting that cannot be used.
@@ -88,7 +88,10 @@ def app(args: Mapping[str, Any]) -> Any:
 
 
 def read_config(overrides: Sequence[str]) -> ServeConfig:
-    """The config of `lp serve` with these overrides.
+    """The config of `lp serve` with overrides, checked for use under Ray.
+
+    Args:
+        overrides: overrides of keys as Hydra reads them, such as "model.name=Qwen/Qwen3-8B".
 
     Raises:
         ValueError: a setting that cannot be used.
@@ -115,13 +118,13 @@ def read_config(overrides: Sequence[str]) -> ServeConfig:
 
 @serve.ingress()
 class Replica:
-    """Rank 0 of a replica, and its endpoints.
+    """The Ray Serve deployment class: rank 0 of a replica, which answers its requests and starts its other ranks.
 
     Args:
-        overrides: settings of `lp serve`, as Hydra reads them.
-        environment: variables of whoever built the application.
-        ranks: how many the replica has.
-        resources: what each of them takes, by Ray's names.
+        overrides: overrides of `lp serve`'s keys, as Hydra reads them.
+        environment: the variables LP_* of the process that built the application, set here and in all ranks.
+        ranks: number of ranks of the replica, this one included.
+        resources: resources of each rank by Ray's names, such as {"CPU": 1.0, "GPU": 1.0}.
     """
 
     def __init__(
@@ -149,16 +152,16 @@ class Replica:
         self._loop.start()
 
     def __serve_build_asgi_app__(self) -> Any:
-        """The endpoints, under any name: whoever asks is Ray's proxy."""
+        """The ASGI app with the endpoints, for Ray's proxies; it takes requests with any Host header."""
         config = self._config
         keys = config.metrics_key, config.models_key, read_keys(config.api_keys)
         return build_app(self._served, config.api_key, config.max_body_bytes, "0.0.0.0", *keys)
 
     def check_health(self) -> None:
-        """Called by Ray, again and again.
+        """Tell Ray, which calls this periodically, whether the replica works.
 
         Raises:
-            RuntimeError: the engine has failed, or it or a rank hangs.
+            RuntimeError: the engine has failed, or a rank has hung for HUNG_S seconds. Ray then replaces the replica.
         """
         assert self._loop
         if self._loop.takes_texts and (silent_s := self._loop.silent_s()) > HUNG_S:
@@ -167,7 +170,7 @@ class Replica:
             raise RuntimeError(f"the engine has failed: {self._loop.failure}")
 
     def __del__(self) -> None:
-        """Called by Ray once the replica has no requests: end all ranks."""
+        """End all ranks; Ray calls this when it stops the replica, once its requests are answered."""
         if self._loop:
             self._loop.close(FAILURE_SHOWN_S)
 
@@ -195,21 +198,21 @@ class Replica:
 
 
 class Rank:
-    """Another rank than 0 of a replica."""
+    """A Ray actor that runs one rank of a replica other than rank 0, whose decode steps it takes part in."""
 
     def node(self) -> str:
-        """Ray's name of the node that it is on."""
+        """Ray's id of the node that the actor is on."""
         return str(ray.get_runtime_context().get_node_id())
 
     def run(self, overrides: list[str], environment: dict[str, str]) -> None:
-        """Do what rank 0 does, until it ends.
+        """Load the model and take part in rank 0's decode steps, until rank 0 ends.
 
         Args:
-            overrides: settings of `lp serve`, as Hydra reads them.
-            environment: variables to set, this rank's place among them.
+            overrides: overrides of `lp serve`'s keys, as Hydra reads them.
+            environment: variables to set first, RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT among them.
 
         Raises:
-            BaseException: what the engine has failed with.
+            BaseException: the error that the engine has failed with.
         """
         os.environ.update(environment)
         config = read_config(overrides)
@@ -221,7 +224,15 @@ class Rank:
 
 
 def start_ranks(ranks: int, resources: Mapping[str, float]) -> list[Any]:
-    """Actors of all ranks but 0, one in each bundle of this actor's placement group but its first."""
+    """Start an actor for each rank but rank 0, which calls this.
+
+    Args:
+        ranks: number of ranks of the replica, rank 0 included.
+        resources: resources of each rank by Ray's names, "CPU" and "GPU".
+
+    Returns:
+        Handles of the actors in the order of ranks. Rank r is in bundle r of this replica's placement group.
+    """
     group: PlacementGroup | None = ray.util.get_current_placement_group()
     return [
         ray.remote(Rank)
@@ -236,10 +247,10 @@ def start_ranks(ranks: int, resources: Mapping[str, float]) -> list[Any]:
 
 
 def rank_variables(nodes: Sequence[str]) -> list[dict[str, str]]:
-    """What torchrun would set for each rank.
+    """The environment variables that torchrun would set for each rank: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE.
 
     Args:
-        nodes: where each of them is.
+        nodes: Ray's id of each rank's node, by rank.
     """
     return [
         {

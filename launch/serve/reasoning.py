@@ -1,4 +1,4 @@
-"""Models that think first: which tokens are around their reasoning, and what of an answer is reasoning."""
+"""Reasoning models: the tokens that begin and end reasoning, such as <think>, and telling it apart from the answer."""
 
 from __future__ import annotations
 
@@ -23,10 +23,13 @@ KNOWN = (  # Qwen3, DeepSeek-R1, SmolLM3 and GLM; Magistral; Cohere; Seed
 
 
 def reasoning_names(given: object) -> tuple[str, str] | str | None:
-    """What the key `reasoning` says: two tokens, "auto" or none.
+    """The value of the key `reasoning`, checked: the names of two tokens, "auto" or None.
+
+    Args:
+        given: the key's value, such as ["<think>", "</think>"].
 
     Raises:
-        ValueError: it says something else.
+        ValueError: the value is something else.
     """
     if given is None or given == AUTO:
         return given if given is None else AUTO
@@ -40,14 +43,14 @@ def reasoning_names(given: object) -> tuple[str, str] | str | None:
 
 
 def reasoning_block(tokenizer: PreTrainedTokenizerBase, given: object) -> ReasoningBlock | None:
-    """The tokens around a model's reasoning; None where none are asked for.
+    """The tokens that begin and end a model's reasoning; None where the key `reasoning` is null.
 
     Args:
         tokenizer: the model's.
-        given: the key `reasoning`.
+        given: value of the key; "auto" takes the first known pair that the vocabulary has, such as <think>, </think>.
 
     Raises:
-        ValueError: the tokenizer has no such tokens.
+        ValueError: the vocabulary lacks the tokens.
     """
     names = reasoning_names(given)
     if names is None:
@@ -66,11 +69,11 @@ def reasoning_block(tokenizer: PreTrainedTokenizerBase, given: object) -> Reason
 
 @dataclass(frozen=True)
 class Reasoning:
-    """Where the reasoning of a text can be.
+    """Where the reasoning of an answer can be: at its beginning, between two tokens.
 
     Attributes:
-        begin, end: token ids around it.
-        is_open: the prompt ends within it.
+        begin, end: ids of the tokens that begin and end reasoning.
+        is_open: the prompt has begun the reasoning: the answer's first token is already part of it.
     """
 
     begin: int
@@ -79,7 +82,15 @@ class Reasoning:
 
     @classmethod
     def behind(cls, block: ReasoningBlock, prompt: Sequence[int], words: Vocabulary) -> Reasoning | None:
-        """The reasoning of a text behind a prompt; None where the prompt's template has ended it."""
+        """Where the reasoning of an answer to this prompt can be; None where the prompt itself has ended it.
+
+        Chat templates may open the reasoning at the prompt's end, or open and close it there to switch it off.
+
+        Args:
+            block: the tokens that begin and end reasoning.
+            prompt: token ids, chat template included.
+            words: the model's tokens, by which white space behind those of `block` is passed over.
+        """
         for token in reversed(prompt):
             if token == block.end:
                 return None
@@ -92,16 +103,18 @@ class Reasoning:
 
 
 class ReasoningWatch:
-    """A text whose first part is reasoning; stop strings are looked for behind it.
+    """Decodes a text that may begin with reasoning, and tells the reasoning apart from the answer behind it.
+
+    It has the methods of `TextWatch`. Stop strings and limits hold for the answer alone.
 
     Args:
         words: the model's tokens.
         prompt: token ids.
-        reasoning: where it can be.
-        answer: watches what comes behind the reasoning.
+        reasoning: where the reasoning can be.
+        answer: decodes the answer behind the reasoning, and looks for its end.
 
     Attributes:
-        num_thought: how many tokens the reasoning has, those around it included.
+        num_thought: number of tokens of the reasoning so far, with those that begin and end it.
     """
 
     def __init__(self, words: Vocabulary, prompt: Sequence[int], reasoning: Reasoning, answer: TextWatch) -> None:
@@ -113,7 +126,11 @@ class ReasoningWatch:
         self._shown = ""
 
     def push(self, tokens: Sequence[int]) -> str:
-        """The characters of the answer that these tokens complete; `thought` has those of the reasoning."""
+        """Take a decode step's tokens.
+
+        Returns:
+            The characters that they add to the answer; `thought` gives those of the reasoning.
+        """
         rest = [*tokens]
         if rest and not self.num_tokens and not self._is_within and rest[0] == self._reasoning.begin:
             self._is_within = True
@@ -131,27 +148,27 @@ class ReasoningWatch:
         return self._answer.push(rest) if rest else ""
 
     def thought(self) -> str:
-        """The characters of the reasoning that came since the last call."""
+        """The characters that were added to the reasoning since the last call."""
         shown, self._shown = self._shown, ""
         return shown
 
     def flush(self) -> str:
-        """What was held back of a text that has ended."""
+        """The rest of the answer's characters, once the text has ended: those that `push` held back."""
         if self._is_within:
             self._shown += self._detokenizer.flush()
         return self._answer.flush()
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens both parts have, up to where the client wants no more."""
+        """Number of tokens of reasoning and answer so far; those behind a stop string do not count."""
         return self.num_thought + self._answer.num_tokens
 
     @property
     def ended(self) -> bool:
-        """Whether the client wants no more."""
+        """Whether a stop string or a limit of the client has ended the text."""
         return self._answer.ended
 
     @property
     def found(self) -> str | None:
-        """The stop string that ended the text."""
+        """The stop string that ended the text; None where none has."""
         return self._answer.found

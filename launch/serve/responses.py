@@ -1,4 +1,4 @@
-"""Responses that end when their client leaves: whole ones, and streams of server-sent events."""
+"""HTTP responses whose work is cancelled when the client disconnects: JSON in one piece, or server-sent events."""
 
 from __future__ import annotations
 
@@ -18,15 +18,23 @@ DONE = "data: [DONE]\n\n"
 
 
 class ClientLeft(Exception):
-    """The client has left: there is nobody to answer."""
+    """The client has disconnected before its response was ready."""
 
 
 async def while_connected(request: Request, work: Awaitable[T], timeout_s: float) -> T:
-    """What the work returns; it is cancelled when the client leaves or the time is up.
+    """Await some work, but cancel it when the client disconnects or the time is up.
+
+    Args:
+        request: the client's request.
+        work: an awaitable.
+        timeout_s: seconds that the work may take; 0 is no limit.
+
+    Returns:
+        What `work` returns.
 
     Raises:
-        ClientLeft: it did.
-        ApiError: 504.
+        ClientLeft: the client has disconnected.
+        ApiError: 504, the time is up.
     """
     task = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_left(request))
@@ -45,7 +53,13 @@ async def while_connected(request: Request, work: Awaitable[T], timeout_s: float
 
 
 async def whole(request: Request, work: Awaitable[dict[str, Any]], timeout_s: float) -> Response:
-    """The response to a client that waits for all of it."""
+    """The response to a request that does not stream.
+
+    Args:
+        request: the client's request.
+        work: makes the body; cancelled when the client disconnects.
+        timeout_s: seconds that it may take, after which an ApiError 504 is raised; 0 is no limit.
+    """
     try:
         return JSONResponse(await while_connected(request, work, timeout_s))
     except ClientLeft:
@@ -59,14 +73,16 @@ async def streamed(
     done: str = DONE,
     failure: Callable[[ApiError], dict[str, Any]] = ApiError.body,
 ) -> Response:
-    """A stream of events; what fails before the first one has a status of its own.
+    """The response to a request that streams: server-sent events.
+
+    An error before the first event is raised, so that the response has its status; a later one is sent as an event.
 
     Args:
         request: the client's request.
-        chunks: bodies of events.
-        timeout_s: seconds that the whole stream may take; 0: no limit.
-        done: the last event.
-        failure: makes the event of an error.
+        chunks: yields the bodies of the events; closed when the client disconnects.
+        timeout_s: seconds that the whole stream may take; 0 is no limit.
+        done: text that ends a stream without an error, such as "data: [DONE]"; empty for none.
+        failure: makes the body of the event that tells of an error.
     """
     deadline = asyncio.get_running_loop().time() + timeout_s if timeout_s else None
     try:

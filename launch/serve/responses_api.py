@@ -1,4 +1,4 @@
-"""OpenAI's Responses endpoint, /v1/responses: an answer of the chat endpoint as items and typed events.
+"""OpenAI's Responses endpoint, /v1/responses: an answer of the chat endpoint as items and typed events, in this order.
 
 response.created, response.in_progress
 of each item      response.output_item.added ... response.output_item.done
@@ -60,11 +60,11 @@ def responses_routes(served: Served) -> APIRouter:
 
 
 class TextItem:
-    """An item of the output whose text grows: a message, or the reasoning before it.
+    """Makes the events of an output item whose text is streamed: a message, or the reasoning before it.
 
     Args:
         kind: "message" or "reasoning".
-        index: its place in the output.
+        index: the item's index in the response's `output`.
     """
 
     def __init__(self, kind: str, index: int) -> None:
@@ -76,18 +76,30 @@ class TextItem:
         self.logprobs: list[Data] = []
 
     def began(self) -> Iterator[Data]:
-        """The events that begin it."""
+        """The events that begin the item: response.output_item.added, response.content_part.added."""
         yield {"type": "response.output_item.added", "item": self.item("in_progress", []), **self._index}
         yield {"type": "response.content_part.added", **self._part_place, "part": self._part("", [])}
 
     def grown(self, text: str, logprobs: list[Data]) -> Data:
-        """The event of more text."""
+        """Add text to the item.
+
+        Args:
+            text: characters to add.
+            logprobs: log probabilities of their tokens, in the API's form; empty where none are asked for.
+
+        Returns:
+            The event that tells of them, such as response.output_text.delta.
+        """
         self.texts.append(text)
         self.logprobs += logprobs
         return {"type": f"{self.event}.delta", **self._part_place, "delta": text, **self._logprobs(logprobs)}
 
     def ended(self, status: str) -> Iterator[Data]:
-        """The events that end it."""
+        """The events that end the item, the last one with all of it.
+
+        Args:
+            status: "completed", or "incomplete" where the text was cut.
+        """
         text = "".join(self.texts)
         part = self._part(text, self.logprobs)
         yield {"type": f"{self.event}.done", **self._part_place, "text": text, **self._logprobs(self.logprobs)}
@@ -95,7 +107,12 @@ class TextItem:
         yield {"type": "response.output_item.done", "item": self.item(status, [part]), **self._index}
 
     def item(self, status: str, content: list[Data]) -> Data:
-        """It as the output has it."""
+        """The item as an entry of the response's `output`.
+
+        Args:
+            status: "in_progress", "completed" or "incomplete".
+            content: the item's content parts.
+        """
         own: Data = {"role": "assistant"} if self.is_message else {"summary": []}
         return {"id": self.place["item_id"], "type": self.kind, "status": status, **own, "content": content}
 
@@ -117,14 +134,14 @@ class TextItem:
 
 
 class ResponsesAnswer:
-    """An answer of /v1/responses.
+    """Generates the answer to one request to /v1/responses, in one piece (`whole`) or streamed (`events`).
 
     Args:
         served: the model.
-        body: the request.
+        body: the parsed body of the request.
 
     Raises:
-        ApiError: 400.
+        ApiError: 400, a field of the body can't be served.
     """
 
     def __init__(self, served: Served, body: ResponsesBody) -> None:
@@ -139,11 +156,11 @@ class ResponsesAnswer:
 
     @property
     def num_input(self) -> int:
-        """How many tokens the prompt has that the items come to."""
+        """Number of tokens of the prompt that the chat template makes of the input items."""
         return len(self._chat.prompts[0])
 
     async def whole(self) -> Data:
-        """The answer in one piece: the response that the stream ends with."""
+        """The body of an answer that is not streamed: the response in the last event."""
         last: Data = {}
         async with aclosing(self.events()) as events:
             async for event in events:
@@ -152,7 +169,7 @@ class ResponsesAnswer:
         return response
 
     async def events(self) -> AsyncGenerator[Data, None]:
-        """The answer as a stream of typed events, numbered from 0; nothing before the text's first step."""
+        """The bodies of a streamed answer's typed events, numbered from 0; the first waits for a decode step."""
         reason = ""
         async with aclosing(self._chat.chunks()) as chunks:
             async for chunk in chunks:
@@ -171,7 +188,7 @@ class ResponsesAnswer:
         yield self._numbered(self._state(status, status))
 
     def failed(self, error: ApiError) -> Data:
-        """The event that ends a stream which has failed."""
+        """The event response.failed, which ends a stream after an error."""
         state = self._state("failed", "failed")
         state["response"]["error"] = {"code": "server_error", "message": error.message}
         return self._numbered(state)

@@ -1,4 +1,4 @@
-"""What clients send to /v1/responses, and the chat that it asks for."""
+"""The bodies of requests to /v1/responses, and their translation to bodies of /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ KEPT = "the server keeps no responses: send the earlier items again"
 
 
 class InputText(Fields):
-    """A part of an item's text."""
+    """A text part of an item, such as {"type": "output_text", "text": "..."}."""
 
     model_config = ConfigDict(extra="allow")
     type: Text
@@ -53,7 +53,7 @@ class InputText(Fields):
 
 
 class InputPart(InputText):
-    """A part of a message: a text or an image."""
+    """A part of a message: a text, or an image such as {"type": "input_image", "image_url": "data:..."}."""
 
     REFUSED: ClassVar[dict[str, str]] = {"file_id": "the server keeps no files: give image_url"}
     image_url: OneImageUrl | None = None
@@ -69,7 +69,7 @@ class InputPart(InputText):
 
     @property
     def image(self) -> ImageUrl | None:
-        """The image, if it is one."""
+        """The image; None where the part is a text."""
         return self.image_url if self.type == "input_image" else None
 
 
@@ -107,7 +107,7 @@ def _content(parts: list[InputPart] | None) -> str | list[dict[str, Any]]:
 
 
 class Item(Fields):
-    """What was said or done before: a message, the reasoning of an answer, a call, or what a call returned."""
+    """An entry of `input`: a message, an earlier answer's reasoning, a call of a function, or a call's output."""
 
     REFUSED: ClassVar[dict[str, str]] = {
         "encrypted_content": "only its own server can read it: give content, or leave it out"
@@ -142,7 +142,7 @@ def _items(value: Any) -> Any:
 
 
 class TextFormat(Fields):
-    """The form that the answer must have."""
+    """The field `text.format`: the form that the answer must have, such as a JSON schema or a grammar."""
 
     model_config = ConfigDict(extra="allow")
     type: Literal["text", "json_object", "json_schema", "grammar", "regex"]
@@ -152,7 +152,7 @@ class TextFormat(Fields):
 
     @property
     def own(self) -> str | None:
-        """The field that says more of the type."""
+        """Name of the field that this type needs, such as "schema" for json_schema; None for a type that needs none."""
         return "schema" if self.type == "json_schema" else None if self.type == "json_object" else FORMS[self.type]
 
     @model_validator(mode="after")
@@ -167,14 +167,14 @@ class TextFormat(Fields):
 
     @property
     def response_format(self) -> dict[str, Any]:
-        """What a chat has as its `response_format`."""
+        """This form as the field `response_format` of a request to /v1/chat/completions."""
         if self.type == "json_schema":
             return {"type": self.type, "json_schema": {"schema": self.form}}
         return {"type": self.type, "grammar": self.grammar, "regex": self.regex}
 
 
 class TextOptions(Fields):
-    """What the answer's text is to be."""
+    """The field `text`: options of the answer's text."""
 
     REFUSED: ClassVar[dict[str, str]] = {"verbosity": "say it in the instructions"}
     model_config = ConfigDict(extra="allow")
@@ -182,7 +182,7 @@ class TextOptions(Fields):
 
 
 class ReasoningOptions(Fields):
-    """How the model is to reason, none of which can be had beside what its template reads."""
+    """The field `reasoning`, whose options are all refused: only chat_template_kwargs controls how a model reasons."""
 
     REFUSED: ClassVar[dict[str, str]] = {
         "effort": "give what the model's template reads in chat_template_kwargs",
@@ -210,7 +210,7 @@ class FunctionTool(Fields):
 
     @property
     def tool(self) -> dict[str, Any]:
-        """What a chat has in its `tools`."""
+        """This function as an entry of the field `tools` of a request to /v1/chat/completions."""
         given = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": {name: value for name, value in given.items() if value is not None}}
 
@@ -222,7 +222,7 @@ def _few(value: Any) -> Any:
 
 
 class AskedChat(ChatBody):
-    """A chat that a request to /v1/responses asks for; its errors name fields of that request."""
+    """A request to /v1/responses translated to a chat body; its errors name fields of the original request."""
 
     PROMPT = "input"
 
@@ -288,12 +288,12 @@ class ResponsesBody(Sampled):
 
     @property
     def form(self) -> TextFormat | None:
-        """The form that the answer must have; None for any."""
+        """The field `text.format`; None where the answer may have any form."""
         return self.text.format if self.text else None
 
     @property
     def grammar_given(self) -> tuple[str, str] | None:
-        """(kind, text) of the form that the text must have, for `Grammars.grammar`; None for any."""
+        """(kind, text) of the grammar that the answer must follow, as `Grammars.grammar` takes them; None for none."""
         return ResponseFormat(**self.form.response_format).grammar_given if self.form else None
 
     @property
@@ -316,7 +316,7 @@ class ResponsesBody(Sampled):
 
     @property
     def chat(self) -> AskedChat:
-        """The chat that is asked for, streamed with its usage."""
+        """The request translated to a body of /v1/chat/completions that asks for a stream with its usage."""
         asked = self.model_dump(include={*Sampled.model_fields}, exclude_unset=True)
         asked |= {"messages": self._messages(), "stream": True, "stream_options": {"include_usage": True}}
         if self.max_output_tokens is not None:
@@ -332,7 +332,7 @@ class ResponsesBody(Sampled):
 
     @property
     def images(self) -> list[ImageUrl]:
-        """The images of the items, in their order."""
+        """The images of all items, in their order."""
         return [part.image for item in self.input for part in item.content or [] if part.image]
 
     def _messages(self) -> list[dict[str, Any]]:

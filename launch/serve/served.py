@@ -1,4 +1,4 @@
-"""What all endpoints share: the model, the engine, the server's own settings."""
+"""Objects that all endpoints share: the model with the server's settings, and the texts of a request."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ FINISH_REASON = {"eos": "stop", "stop_string": "stop"}  # the others are cut: "l
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How much a client may take: tokens and time of a text.
+    """Limits of a request in tokens and time.
 
     Args:
-        max_new_tokens: most tokens of a text whose client names no limit.
-        timeout_s: a request ends with an error after so many seconds; 0: never.
+        max_new_tokens: most tokens to generate where the request names no limit.
+        timeout_s: seconds after which a request ends with an error; 0 is no limit.
     """
 
     max_new_tokens: int = 1024
@@ -62,24 +62,26 @@ CLIENT = "lp.client"  # where a request's scope has whose key it has
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """A model that is served: what endpoints ask for, and how texts are handed to the engine.
+    """The model that a server answers with, and the settings and checks that endpoints need for a request.
+
+    A request works with a copy that knows its client and adapter (`chosen`, `asked_by`).
 
     Args:
         name: the model's name, as the user gave it.
-        served_as: what clients call it instead, as of `ModelNames.of`.
-        model, tokenizer: loaded.
+        served_as: names that clients give instead; see `ModelNames.of`.
+        model, tokenizer: the loaded model and its tokenizer.
         loop: runs the engine.
-        sampling: what clients get that say nothing; None is greedy.
+        sampling: sampling of requests that do not set it themselves; None: the checkpoint's, else greedy.
         stop: strings that end every text.
-        limits: what a request may take.
-        metrics: counts.
-        unfinished: keeps requests until they end.
-        fim: makes prompts of gaps; None where the model has no tokens for it.
-        reasoning: tokens around the reasoning that answers of a chat begin with; None where that is no matter.
-        created: time of the start.
-        client: who asks, in what `asked_by` gives.
+        limits: limits of a request.
+        metrics: counts texts and tokens for /metrics.
+        unfinished: keeps notes of requests until they end.
+        fim: makes fill-in-the-middle prompts; None where the model has no tokens for them.
+        reasoning: tokens that begin and end reasoning in chat answers; None: reasoning is not told apart.
+        created: time of the start, in seconds since 1970.
+        client: the client that a request comes from; set by `asked_by`.
         adapters: names of the LoRA adapters that clients may choose in the model's place.
-        adapter: the one that a client has chosen, in what `chosen` gives; None for none.
+        adapter: the adapter that a request has chosen, set by `chosen`; None for none.
         images: makes prompts with images; None: the model takes text alone.
         image_urls: fetches images that clients name by their addresses.
     """
@@ -113,7 +115,11 @@ class Served:
         object.__setattr__(self, "names", ModelNames.of(self.name, self.served_as))
 
     def asked_by(self, scope: Mapping[str, Any]) -> Served:
-        """This model for the client that a request came from, as its scope tells."""
+        """A copy for the client that a request comes from.
+
+        Args:
+            scope: ASGI scope of the request, which has the client under CLIENT.
+        """
         return self._with("client", scope.get(CLIENT, Client()))
 
     def _with(self, name: str, value: str | Client | None) -> Served:
@@ -124,34 +130,37 @@ class Served:
 
     @property
     def short_name(self) -> str:
-        """What the model is called in answers."""
+        """The name in the `model` field of answers: that of the chosen adapter, else the model's."""
         return self.adapter or self.names.shown
 
     @property
     def context(self) -> int | None:
-        """Tokens of the model's context; None for no limit."""
+        """The model's context length in tokens, prompt and text together; None for no limit."""
         return context_limit(self.model)
 
     @property
     def vocabulary(self) -> int:
-        """Size of the vocabulary: token ids are below it."""
+        """Number of tokens that the model embeds: token ids in requests must be below it."""
         return embedded_tokens(self.model)
 
     def chosen(self, name: str | None) -> Served:
-        """The model, or with one of its adapters, that a client calls so.
+        """The model, or a copy with one of its adapters, that a request's `model` field names.
+
+        Args:
+            name: the field; None is the model itself.
 
         Raises:
-            ApiError: 404.
+            ApiError: 404, there is no model or adapter of this name.
         """
         self.check_model(name)
         return self.adapted(name)
 
     def adapted(self, name: str | None) -> Served:
-        """The model with the adapter of this name; itself where there is none."""
+        """A copy with the adapter of this name; this object itself where there is no such adapter."""
         return self._with("adapter", name) if name in self.adapters else self
 
     def check_model(self, name: str | None) -> None:
-        """Refuse another model than this one and its adapters.
+        """Refuse a request's `model` field that names neither this model nor one of its adapters.
 
         Raises:
             ApiError: 404.
@@ -167,7 +176,7 @@ class Served:
         Args:
             text: the text.
             special: whether to add BOS, where the model has one.
-            parsed: names of special tokens in it are these tokens; else they are text.
+            parsed: read names of special tokens in the text, such as "<|im_end|>", as these tokens, not as characters.
 
         Raises:
             ValueError: a special token that the tokenizer can't take as text.
@@ -177,10 +186,13 @@ class Served:
         return list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
     def encode_prompt(self, text: str) -> list[int]:
-        """The token ids of a prompt that a client sent, which may be a gap that it wrote in a family's tokens itself.
+        """The token ids of a prompt that a client sent, which may itself be in a fill-in-the-middle format.
+
+        Args:
+            text: the prompt, such as "<PRE> before <SUF>behind <MID>".
 
         Raises:
-            ApiError: 400, the model has no such tokens, and would continue their names.
+            ApiError: 400, the format is that of another model family, whose tokens this model lacks.
         """
         ids = self.encode(text)
         own = self.fim
@@ -200,7 +212,14 @@ class Served:
         raise ApiError(400, message, "prompt")
 
     def checked(self, ids: Sequence[int], param: str) -> list[int]:
-        """Token ids of a prompt that leaves room for one more.
+        """Check the token ids of a prompt: all in the vocabulary, and room for one more in the context.
+
+        Args:
+            ids: token ids; an empty prompt becomes BOS, or EOS where the model has no BOS.
+            param: field of the body that errors name.
+
+        Returns:
+            The token ids.
 
         Raises:
             ApiError: 400.
@@ -219,11 +238,11 @@ class Served:
         return ids
 
     def new_tokens(self, prompt: Sequence[int], wanted: int | None) -> int:
-        """How many tokens a text may have, as far as the context goes.
+        """How many tokens to generate at most; never more than the context has room for behind the prompt.
 
         Args:
             prompt: token ids.
-            wanted: what the client says; None or -1 leaves it to the server, -2 is all of the context, as of llama.cpp.
+            wanted: the request's limit; None or -1 takes the server's, -2 fills the context, as in llama.cpp.
         """
         most = self.limits.max_new_tokens if wanted is None or wanted < 0 else wanted
         if wanted == -2 and self.context is not None:
@@ -233,13 +252,16 @@ class Served:
     def sampled(
         self, wanted: Mapping[str, Any], seed: int | None, defaults: Mapping[str, Any] = MappingProxyType({})
     ) -> dict[str, Any]:
-        """The fields of lp.SamplingParams, where the client's replace the server's.
+        """The sampling of a request's text: its own fields, else the server's, the checkpoint's or the endpoint's.
 
         Args:
-            wanted: fields that the client gives.
-            seed: the client's, any integer; None: the server's own. One of DRAWN_SEEDS, or none at all, is drawn.
-            defaults: the endpoint's values for what client, server and checkpoint leave open; without them a text is
-                greedy.
+            wanted: fields of lp.SamplingParams that the request gives.
+            seed: the request's seed, any integer; None takes the server's. A seed is drawn where there is none, or
+                where the request's is one of DRAWN_SEEDS.
+            defaults: the endpoint's own defaults, for fields that are left open; without any a text is greedy.
+
+        Returns:
+            All fields of lp.SamplingParams by name; the seed is None where the text is greedy.
         """
         given = dict(wanted)
         if given.get("top_p") == 0:
@@ -263,16 +285,16 @@ class Served:
         return lp.SamplingParams(**said | {name: value for name, value in own.items() if value != neutral[name]})
 
     def corpora(self, asked: Sequence[str] | None) -> tuple[str, ...] | None:
-        """Names of the corpora that a text looks in: those that the client asks for, or all that it may use.
+        """Names of the corpora (files of `lp corpus`) that a text takes draft tokens from.
 
         Args:
-            asked: what the client says; None: nothing.
+            asked: names in the request; None: all that the client may use.
 
         Returns:
-            The names; None: all that there are.
+            The names; None: all corpora of the server.
 
         Raises:
-            ApiError: 400: there is none of a name, or the client may not use it.
+            ApiError: 400: there is no corpus of a name, or the client may not use it.
         """
         known, own = self.loop.engine.decoder.corpora, self.client.corpora
         if own is not None:  # without those of a config whose decoder looks in none
@@ -284,11 +306,11 @@ class Served:
         return own if chosen is None else chosen
 
     def ends(self, others: Sequence[int] = (), ignored: bool = False) -> list[int] | None:
-        """Token ids that end a text; None for the model's own alone.
+        """Ids of the tokens that end a text; None for the model's own EOS alone.
 
         Args:
-            others: beside the model's own.
-            ignored: none at all.
+            others: ids that end it beside the model's own.
+            ignored: let no token end it: the result is empty.
         """
         if ignored:
             return []
@@ -296,14 +318,22 @@ class Served:
         return [*([own] if isinstance(own, int) else own or ()), *others] if others else None
 
     def ends_of(self, prompt: Sequence[int], ignored: bool = False) -> list[int] | None:
-        """Token ids that end what follows a prompt: in a gap those of its family, too. As of `ends`."""
+        """Ids of the tokens that end the text behind a prompt, with those of a fill-in-the-middle format; see `ends`.
+
+        Args:
+            prompt: token ids, which may be in that format.
+            ignored: let no token end it.
+        """
         return self.ends(self.fim.ends_of(prompt) if self.fim else (), ignored)
 
     def biases(self, given: dict[str, float] | None) -> list[tuple[int, float]]:
-        """A request's logit_bias by token id.
+        """A request's logit_bias as pairs of token id and bias.
+
+        Args:
+            given: the field, whose keys are token ids as decimal text, such as {"312": -100}.
 
         Raises:
-            ApiError: 400: a token that there is not.
+            ApiError: 400, a token id is outside the vocabulary.
         """
         biases = [(int(token), bias) for token, bias in (given or {}).items()]
         for token, _ in biases:
@@ -313,11 +343,11 @@ class Served:
         return biases
 
     def check_count(self, texts: int, param: str = "n") -> None:
-        """Refuse a request for more texts than there may be at a time, whether or not they have tokens to generate.
+        """Refuse a request for more texts than the server takes at a time.
 
         Args:
-            texts: how many.
-            param: the field that asks for so many.
+            texts: number of texts, those with no token to generate included.
+            param: field of the body that errors name.
 
         Raises:
             ApiError: 400.
@@ -327,14 +357,14 @@ class Served:
             raise ApiError(400, message, param)
 
     async def check_grammar(self, grammar: tuple[str, str] | None, field: str) -> None:
-        """Compile a grammar, which may take long, while other requests go on.
+        """Compile a request's grammar ahead of its text, on another thread, and refuse it where that fails.
 
         Args:
             grammar: (kind, text), as `Grammars.grammar` takes them; None for none.
-            field: where the client gives it.
+            field: field of the body that errors name, such as "response_format".
 
         Raises:
-            ApiError: 400, it is no grammar that is taken.
+            ApiError: 400, the grammar is not valid or not supported.
         """
         if grammar is None:
             return
@@ -347,7 +377,7 @@ class Served:
             raise ApiError(400, message, field.partition(".")[0]) from None
 
     def check_logprobs(self) -> None:
-        """Refuse log probabilities where no rank has them.
+        """Refuse a request for log probabilities where several ranks divide a step: no rank has those of all tokens.
 
         Raises:
             ApiError: 400.
@@ -358,18 +388,22 @@ class Served:
             raise ApiError(400, message, "logprobs")
 
     def token_name(self, token: int) -> str:
-        """What a token is called where others come before it."""
+        """The text of a token within a text, such as " the", or its name if it has none; see `Vocabulary.name`."""
         if token not in self._token_names:  # a prompt's log probabilities name twenty of them for every token
             self._token_names[token] = self.words.name(token)
         return self._token_names[token]
 
     def piece(self, token: int) -> str | list[int]:
-        """The text that a token adds to others; the bytes of one that adds a part of a character, as in llama.cpp."""
+        """The text of a token, for /tokenize; a list of its bytes where they split a character, as in llama.cpp."""
         name, data = self.token_name(token), self.words.data(token)
         return list(data) if data and data.decode(errors="ignore").encode() != data else name
 
     def expected(self, text: str) -> list[int]:
-        """Token ids of a predicted text, which can't be wrong: names of special tokens in it are text."""
+        """Token ids of a request's predicted output, to be draft tokens: never an error, whatever the text.
+
+        Args:
+            text: the text; names of special tokens in it are read as characters where the tokenizer can do that.
+        """
         try:
             ids = self.encode(text, special=False, parsed=False)
         except UserError:  # a tokenizer that can't take them as text
@@ -377,10 +411,14 @@ class Served:
         return [token for token in ids if token < self.vocabulary]
 
     async def prompt_logprobs(self, prompt: list[int], num_top: int) -> list[Logprob]:
-        """Log probabilities of every token but the first.
+        """Log probabilities of a prompt's tokens, each given those before it; the first token has none.
+
+        Args:
+            prompt: token ids.
+            num_top: how many of the likeliest tokens are given beside each.
 
         Raises:
-            ApiError: 400: a client that has chosen an adapter. 429, 503.
+            ApiError: 400: the request has chosen an adapter. 429: too many prompts wait. 503: the server ends.
         """
         if self.adapter:
             message = f"logprobs of an echoed prompt are the model's own alone; leave echo out for {self.adapter!r}"
@@ -414,11 +452,11 @@ class Served:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A text that a client wants.
+    """A text that a request asks for: how it is generated, and when the client wants no more of it.
 
     Args:
-        spec: what it is generated from.
-        grammar_field: the field of the body that gives its grammar.
+        spec: prompt, sampling and the engine's other arguments.
+        grammar_field: field of the body that gives the text's grammar, for errors to name.
         stop, min_indent, time_limit_s: see `TextWatch`.
     """
 
@@ -430,15 +468,15 @@ class Wanted:
 
 
 class TextGroup:
-    """The texts of one request, and their events as they come.
+    """Submits the texts of one request to the engine, and gives their events to the request as they come.
 
     Args:
         served: the model.
-        name: the request's id.
+        name: the request's id, such as "cmpl-1f0c".
         wanted: the texts.
 
     Raises:
-        ApiError: 429: there are too many already. 503: the server ends.
+        ApiError: 429: too many texts wait already. 503: the server ends.
     """
 
     def __init__(self, served: Served, name: str, wanted: Sequence[Wanted]) -> None:
@@ -486,10 +524,10 @@ class TextGroup:
         return LiveText(text.spec, watch, tell)
 
     async def events(self) -> AsyncGenerator[tuple[int, Event], None]:
-        """(index, event) until all texts have ended; those that have not when it is closed are cancelled.
+        """Yield (index of the text, event) until all texts have ended; closing the generator cancels the others.
 
         Raises:
-            ApiError: one has failed.
+            ApiError: a text has failed.
         """
         try:
             while self._left:
@@ -521,22 +559,26 @@ class TextGroup:
 
 
 def busy(waiting: str) -> ApiError:
-    """The refusal of a request that the server has no room for: status 429, with the time to wait."""
+    """The error for a request that the server has no room for: status 429, with Retry-After.
+
+    Args:
+        waiting: beginning of the message, such as "8 texts are waiting, of 8".
+    """
     return ApiError(429, f"{waiting} that may; try again later", headers={"Retry-After": str(RETRY_AFTER_S)})
 
 
 def closing(loop: EngineLoop) -> ApiError:
-    """The refusal of a server that is about to end, or whose engine has failed."""
+    """The error for a request that comes when the server is about to end or its engine has failed: status 503."""
     message = f"the engine has failed: {loop.failure}" if loop.failure else "the server is about to end"
     return ApiError(503, message, headers={"Retry-After": "1"})  # a router has another server by then
 
 
 def failed(error: BaseException, grammar_field: str = "") -> ApiError:
-    """The error that a text failed with, as its client sees it.
+    """The API error for an exception that the engine raised for a text: status 400, 500 or 503.
 
     Args:
-        error: raised by the engine.
-        grammar_field: the field of the body that gives the text's grammar.
+        error: the exception.
+        grammar_field: field of the body that gives the text's grammar, for messages to name; empty for none.
     """
     if isinstance(error, GrammarError) and grammar_field:
         message = grammar_field + str(error).removeprefix("the grammar")
@@ -551,12 +593,12 @@ def failed(error: BaseException, grammar_field: str = "") -> ApiError:
 
 
 def usage(prompts: Sequence[Sequence[int]], endings: Sequence[Ending], predicted: int = 0) -> dict[str, Any]:
-    """OpenAI's `usage`, with what the steps came to.
+    """OpenAI's field `usage`, with counts of decode steps and draft tokens added.
 
     Args:
-        prompts: token ids, each once.
-        endings: how all texts ended.
-        predicted: tokens of the predicted output.
+        prompts: token ids of each prompt; one with n choices is given once.
+        endings: how the request's texts ended.
+        predicted: number of tokens of the request's predicted output.
     """
     prompt_tokens = sum(len(prompt) for prompt in prompts)
     completion_tokens = sum(ending.num_tokens for ending in endings)

@@ -1,4 +1,4 @@
-"""The app: from a config to a server that runs until it is asked to end."""
+"""The app `lp serve`: from a config to an HTTP server that runs until it is asked to end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KEEP_ALIVE_S = 75
 
 
 def serve(config: ServeConfig) -> None:
-    """Serve a model over HTTP until the process is asked to end.
+    """Serve a model over HTTP until Ctrl-C or SIGTERM; every rank calls it, and rank 0 alone listens.
 
     Raises:
         Terminated: Ctrl-C or SIGTERM came, and the texts have ended.
@@ -58,7 +58,7 @@ def _serve(config: ServeConfig) -> None:
 
 
 def check(config: ServeConfig) -> None:
-    """Refuse what no server can use, before the model is loaded.
+    """Refuse settings that `lp serve` can't use, before the model is loaded.
 
     Raises:
         ValueError: the key, the limit and the remedy; or which packages are missing.
@@ -72,10 +72,16 @@ def check(config: ServeConfig) -> None:
 
 
 def listen(config: ServeConfig, bound: socket.socket, opened: Opened) -> None:
-    """Answer requests, on rank 0, until the process is asked to end.
+    """Answer requests, on rank 0, until Ctrl-C or SIGTERM.
+
+    Args:
+        config: the app's config.
+        bound: a socket as `bind` gives it.
+        opened: the model, ready to answer.
 
     Raises:
-        KeyboardInterrupt: it was.
+        KeyboardInterrupt: Ctrl-C or SIGTERM came.
+        BaseException: the error that the engine failed with.
     """
     import uvicorn
 
@@ -104,7 +110,11 @@ def listen(config: ServeConfig, bound: socket.socket, opened: Opened) -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket at this address, which refuses connections until the server listens.
+    """Take the server's address before the model is loaded; connections are refused until the socket listens.
+
+    Args:
+        host: an address of this machine, such as "127.0.0.1" or "::1".
+        port: TCP port; 0 takes any free one.
 
     Raises:
         ValueError: the port is taken, or the host is not this machine's.

@@ -1,4 +1,4 @@
-"""What a text is generated from: plain data, which rank 0 sends to the other ranks."""
+"""The specification of a text to generate, as plain data that rank 0 sends to the other ranks."""
 
 from __future__ import annotations
 
@@ -24,27 +24,31 @@ from .grammars import Grammars
 
 @dataclass(frozen=True, eq=False)
 class SentTensors:
-    """Images of a prompt as its model's processor made them, by rank 0 alone: all ranks get the same bits.
+    """A prompt's images as tensors that rank 0 makes with the model's processor and sends to the other ranks.
 
     Args:
-        tensors: what `Engine.submit` takes besides the tokens, by name.
+        tensors: arguments of `Engine.submit` by name, such as pixel_values.
     """
 
     tensors: Mapping[str, torch.Tensor]
 
     @cached_property
     def text(self) -> str:
-        """The tensors as text, for JSON."""
+        """The tensors as base64 text, for JSON; `of` reads it."""
         data = safetensors.torch.save({name: tensor.contiguous() for name, tensor in self.tensors.items()})
         return base64.b64encode(data).decode()
 
     @classmethod
     def of(cls, text: str) -> SentTensors:
-        """Tensors from their text."""
+        """Read tensors from the property `text` of another object."""
         return cls(safetensors.torch.load(base64.b64decode(text)))
 
     def behind(self, resumed: int) -> dict[str, torch.Tensor]:
-        """The tensors for a prompt that so many tokens of text were added to, each of which has a type."""
+        """The tensors for the prompt with resumed tokens behind it: token type ids are lengthened by 0, for text.
+
+        Args:
+            resumed: number of tokens that were added to the prompt.
+        """
         return {
             name: pad(tensor, (0, resumed)) if name in TOKEN_TYPES else tensor for name, tensor in self.tensors.items()
         }
@@ -52,26 +56,27 @@ class SentTensors:
 
 @dataclass(frozen=True, kw_only=True)
 class TextSpec:
-    """What is asked of one text: its prompt, and how it is generated and ends.
+    """The specification of one text to generate: its prompt, its sampling, and where it ends.
 
     Args:
         prompt: token ids.
         max_new_tokens: most tokens to add.
-        sampling: the fields of lp.SamplingParams, the seed among them; None is greedy.
-        sequence: index among the choices of a prompt, which the noise of sampling depends on.
-        eos: token ids that end it; None takes the model's.
-        logit_bias: added to the logits of a token, by its id.
-        presence_penalty: subtracted from the logits of tokens that were generated.
-        frequency_penalty: the same, once for each time.
-        repeat_last_n: the penalties, that of `sampling` too, are on so many last tokens; -1 is all, 0 is no penalty.
-        prediction: tokens that the client expects.
-        grammar: (kind, text) of the grammar that the text follows, as of `Grammars.grammar`; None for none.
-        resumed: first tokens of the text, which a server before this one generated.
-        reasoning: the fields of `Reasoning` where the text may begin with some; None where it does not.
+        sampling: fields of lp.SamplingParams by name, the seed among them; None is greedy.
+        sequence: index among the n choices of a prompt; each index samples another text from the same seed.
+        eos: token ids that end the text; None takes the model's.
+        logit_bias: pairs of token id and the number to add to its logit.
+        presence_penalty: subtracted from the logit of each token that the text already has.
+        frequency_penalty: subtracted once for each time that the text has the token.
+        repeat_last_n: number of last tokens that both penalties and the repetition penalty of `sampling` look at; -1 is
+            all, 0 is no penalty.
+        prediction: token ids that the client expects, from which draft tokens come.
+        grammar: (kind, text) of the grammar that the text follows, as `Grammars.grammar` takes them; None for none.
+        resumed: ids of the text's first tokens, which the server before a restart generated.
+        reasoning: (begin, end, is_open), the fields of `Reasoning`; None where the text has no reasoning told apart.
         logprobs: how many of the likeliest tokens are reported beside each token; None reports none, and no log
             probability of the token either.
-        owner: name of the client's key; empty where it has none.
-        corpora: names of the server's corpora that the text may look in; None: all.
+        owner: name of the client's key, whose earlier texts draft tokens may come from; empty for a key without a name.
+        corpora: names of the server's corpora that draft tokens may come from; None: all.
         images: images of the prompt; None for none.
         adapter: name of the adapter that the text goes through; None for none.
     """
@@ -96,23 +101,23 @@ class TextSpec:
     adapter: str | None = None
 
     def as_data(self) -> dict[str, Any]:
-        """Its fields in JSON's types; not copied, as prompts are long."""
+        """The fields by name, in JSON's types, for `of` on another rank; lists are not copied, as prompts are long."""
         data = {each.name: getattr(self, each.name) for each in fields(self)}
         return data | {"images": self.images.text} if self.images else data
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> TextSpec:
-        """A text from what `as_data` gave, back from JSON."""
+        """Make a specification from the data that `as_data` gave."""
         images = SentTensors.of(data["images"]) if data.get("images") else None
         return cls(**{**data, "images": images})
 
     @property
     def resumable(self) -> bool:
-        """Whether the text can go on behind tokens that are known: a grammar and log probabilities are of all of it."""
+        """Whether the text can go on behind kept tokens after a restart: not with a grammar or log probabilities."""
         return self.grammar is None and self.logprobs is None
 
     def arguments(self, grammars: Grammars) -> dict[str, Any]:
-        """The arguments with which `Engine.submit` takes this text.
+        """The keyword arguments of `Engine.submit` that generate this text.
 
         Args:
             grammars: compiles the grammar.

@@ -1,4 +1,4 @@
-"""What is not a text: /health, /ready, /metrics, /v1/models, /tokenize, /detokenize, /props, /docs and the page."""
+"""Endpoints that generate no text: /health, /ready, /metrics, /v1/models, /props, /tokenize, /detokenize and pages."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ POLICY = "default-src 'self'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 
 
 def open_paths(metrics_key: bool, models_key: bool) -> set[str]:
-    """What is answered without the API key.
+    """Paths that are answered without the API key.
 
     Args:
-        metrics_key: /metrics needs the key, too.
-        models_key: the list of models does.
+        metrics_key: require the key for /metrics, too.
+        models_key: require the key for the list of models, too.
     """
     metrics = [] if metrics_key else ["/metrics"]
     models = [] if models_key else ["/v1/models", "/models"]
@@ -35,7 +35,7 @@ def open_paths(metrics_key: bool, models_key: bool) -> set[str]:
 
 
 def status_routes(served: Served) -> APIRouter:
-    """The routes that generate nothing: health, metrics, models, properties, tokenizing, pages."""
+    """A router with the endpoints that generate no text, such as /health and /v1/models."""
     router = APIRouter()
     tokenizer = served.tokenizer
 

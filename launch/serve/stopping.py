@@ -1,4 +1,4 @@
-"""A text while it is generated: tokens become characters, and stop strings and limits of clients end it."""
+"""Decodes a text while it is generated, and ends it at the client's stop strings, indentation or time limit."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from ..text.detokenizer import Detokenizer, Vocabulary
 
 
 class TextWatch:
-    """Decodes a text's tokens and decides whether its client wants more of them.
+    """Decodes a text's tokens and ends the text at the client's stop strings and limits.
 
-    What could be the beginning of a stop string is held back: characters that were given out stay. A stop string may
-    name tokens that are no text, as "<|im_end|>".
+    Characters that may begin a stop string are held back until that is settled: none that were sent are taken back. A
+    stop string may be the name of a special token, such as "<|im_end|>".
 
     Args:
         tokenizer: the model's tokenizer, or its vocabulary.
-        prompt: token ids.
-        stop: the text ends before the first of these strings.
-        min_indent: the text ends before a line, other than its first, that is indented by less; 0 takes any line.
-        time_limit_s: the text ends at the first step behind its first line that is later than this, counted from its
-            first step; None is no limit.
+        prompt: ids of the tokens before the text.
+        stop: strings; the text ends before the first that it comes to.
+        min_indent: number of characters; the text ends before a line, other than its first, that is indented by fewer.
+        time_limit_s: seconds from the first decode step on; the text ends at the first later step that finds its first
+            line complete. None is no limit.
 
     Attributes:
-        ended: the client wants no more.
-        found: the stop string that ended it.
-        num_tokens: up to there.
+        ended: whether a stop string or a limit has ended the text.
+        found: the stop string that ended the text; None where none has.
+        num_tokens: number of tokens so far, those of the stop string included.
     """
 
     def __init__(
@@ -55,7 +55,11 @@ class TextWatch:
         self.num_thought = 0  # tokens of its reasoning, which is none: see `ReasoningWatch`
 
     def push(self, tokens: Sequence[int]) -> str:
-        """The characters that these tokens complete, as far as they are certain to stay."""
+        """Take a decode step's tokens.
+
+        Returns:
+            The characters that can be sent now: complete, and no beginning of a stop string.
+        """
         if not (self._stop or self._min_indent):
             self.num_tokens += len(tokens)
             new = self._take(self._detokenizer.push(tokens))
@@ -71,11 +75,11 @@ class TextWatch:
         return shown
 
     def thought(self) -> str:
-        """The characters of its reasoning, which is none: see `ReasoningWatch`."""
+        """Empty: no reasoning is told apart here; see `ReasoningWatch.thought`."""
         return ""
 
     def flush(self) -> str:
-        """What was held back of a text that has ended."""
+        """The characters that were held back, once the text has ended; empty where a stop string has ended it."""
         if self._is_cut:
             return ""
         rest = self._take(self._detokenizer.flush())

@@ -1,4 +1,4 @@
-"""Requests that have not ended, as files that outlive the process: a server that is started again knows of them.
+"""Files that note requests until they end, so that a restarted server can report them and go on with their texts.
 
     {"id": "cmpl-1f0c", "began": 1790000000, "texts": 2, "seed": 7, "key": "9e2b..."}    a request
     {"text": 1, "t": [312, 9]}                    a step's tokens of one of its texts, where the server keeps tokens
@@ -32,12 +32,12 @@ KEPT_S = 24 * 3600  # that tokens wait for a client who asks again
 
 
 class UnfinishedRequest:
-    """The file of a request, or nothing where none is kept.
+    """The file that notes a request until it ends.
 
     Args:
-        path: where the file is, which is made; None, or where somebody else has made it: nothing is kept.
-        facts: its first line.
-        keeps_tokens: whether tokens are added.
+        path: file to make; None keeps nothing, as does a file that is there already.
+        facts: data of the first line, such as {"id": "cmpl-1f0c", "began": 1790000000}.
+        keeps_tokens: whether `add` writes tokens.
     """
 
     def __init__(self, path: Path | None, facts: dict[str, Any], keeps_tokens: bool) -> None:
@@ -49,17 +49,22 @@ class UnfinishedRequest:
 
     @property
     def has_tokens(self) -> bool:
-        """Whether all tokens that were added are in the file."""
+        """Whether the file keeps tokens and has all that were added; False for good once a write has failed."""
         return self._adds
 
     def add(self, text: int, tokens: Sequence[int]) -> None:
-        """A step of one of its texts."""
+        """Write a decode step's tokens.
+
+        Args:
+            text: index of the text among those of the request.
+            tokens: token ids that the step added.
+        """
         if self._adds and tokens:
             assert self._path is not None
             self._adds = _append(self._path, {"text": text, "t": [*tokens]})
 
     def end(self) -> None:
-        """It has ended, or its client has left."""
+        """Delete the file: the request has ended, or its client has left."""
         self._adds = False
         if self._path is not None:
             with contextlib.suppress(OSError):
@@ -79,15 +84,17 @@ class _Left(NamedTuple):
 
 
 class UnfinishedRequests:
-    """A folder with a file for each request, from when it is taken until it has ended or its client has left.
+    """A folder with a file for each request that has not ended, from which a restarted server goes on.
 
     Args:
-        folder: the folder, which no other server uses; None keeps nothing.
-        model: digest of the model, where tokens of the texts are kept; None keeps none. Prompts are never written.
-        setting: what names the folder, for messages.
+        folder: a folder that no other server uses; None keeps nothing.
+        model: see `resumed_model` in opening.py; with it, files have the tokens of texts. None keeps no tokens. Prompts
+            are never written.
+        setting: name of the setting that gives the folder, for error messages.
 
     Attributes:
-        earlier: requests of servers that had the folder before and did not end, oldest first.
+        earlier: first lines of the requests that earlier servers left unfinished, oldest first, each with the number of
+            kept "tokens" where there are any.
 
     Raises:
         ValueError: the folder can't be made or read, or has files of something else.
@@ -112,7 +119,14 @@ class UnfinishedRequests:
             raise _unfit(folder, error, setting) from None
 
     def key(self, specs: Sequence[TextSpec]) -> str:
-        """A digest of all that the texts of a request depend on; empty where no tokens are kept."""
+        """A digest of everything that a request's texts depend on, by which a repeated request is recognized.
+
+        Args:
+            specs: the texts of the request.
+
+        Returns:
+            16 hexadecimal digits; empty where no tokens are kept.
+        """
         if self._model is None or not all(spec.resumable for spec in specs):
             return ""
         prompts = {id(spec.prompt): spec.prompt for spec in specs}  # long, and that of n choices is the same list
@@ -126,12 +140,12 @@ class UnfinishedRequests:
         return f"{text_digest(json.dumps([self._model, *texts])):016x}"
 
     def begin(self, name: str, key: str, **facts: Any) -> UnfinishedRequest:
-        """Note a request that is taken.
+        """Make the file of a request that the server has accepted.
 
         Args:
-            name: the request's name, which its client knows, too.
-            key: what its texts are known by.
-            facts: more to report.
+            name: the request's id, as its answer has it.
+            key: see `key`; tokens are kept unless it is empty.
+            **facts: more fields of the first line.
         """
         path = None if self._folder is None else self._folder / f"{self._next}.jsonl"
         self._next += 1
@@ -139,7 +153,12 @@ class UnfinishedRequests:
         return UnfinishedRequest(path, {"id": name, "began": int(time()), **facts, **known}, bool(key))
 
     def resumed(self, specs: Sequence[TextSpec], key: str) -> list[TextSpec]:
-        """The texts of a request, behind the tokens that they had when it was sent before."""
+        """The texts of a request, with the tokens of an unfinished request of this key as their first, if there is one.
+
+        Args:
+            specs: the texts of the request.
+            key: see `key`.
+        """
         self._forget_old()
         if key not in self._left:
             return [*specs]
@@ -148,7 +167,7 @@ class UnfinishedRequests:
         return [replace(spec, resumed=tokens.get(index, [])[:-1]) for index, spec in enumerate(specs)]
 
     def taken(self, key: str) -> None:
-        """A request with this key has begun, whose own file has the tokens now."""
+        """Delete the earlier server's file with this key: the file of the new request has its tokens now."""
         if key in self._left:
             self._forget(key, self._left[key][0])
 
@@ -178,10 +197,14 @@ class UnfinishedRequests:
 
 @contextlib.contextmanager
 def only_server(folder: Path, setting: str) -> Iterator[None]:
-    """Make a folder for unfinished requests, and keep other servers from it meanwhile: they would delete its files.
+    """Make a folder for unfinished requests and lock it: other servers would delete its files.
+
+    Args:
+        folder: the folder.
+        setting: name of the setting that gives it, for error messages.
 
     Raises:
-        ValueError: it can't be made, or another server has it.
+        ValueError: the folder can't be made, or another server has it.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -198,7 +221,7 @@ def only_server(folder: Path, setting: str) -> Iterator[None]:
 
 
 def unfinished_folder() -> Path | None:
-    """Where notes of unfinished requests lie in the run's folder; None where torchrun does not restart ranks."""
+    """The folder for notes of unfinished requests within LP_RUN_DIR; None unless torchrun restarts failed ranks."""
     run = os.environ.get("LP_RUN_DIR")
     return Path(run) / "unfinished" if run and env_int("TORCHELASTIC_MAX_RESTARTS", 0) else None
 
