@@ -138,8 +138,10 @@ def _start(name: str, args: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def _importing(what: str) -> Iterator[None]:
-    """Show what is imported. It stays to the end, and Python would look for garbage among its million objects again and
-    again: a sixth of the time until the first text.
+    """Tell the user what is being imported, and keep Python's garbage collector away from it.
+
+    An import of torch makes about a million objects that live until the process ends. The collector would walk through
+    them several times meanwhile, for a sixth of the time until the first text.
     """
     collects, known = gc.isenabled(), len(sys.modules)
     gc.disable()

@@ -1,8 +1,9 @@
 """A folder whose files are edited: which of them have changed since one looked last.
 
-The system tells, by watchfiles: of the folders in which git lists files, and of no others. A new file, a new folder or
-a changed .gitignore asks for a new listing. Each five seconds the files are listed anyway: some file systems do not
-tell what others edit, and of too much at once a part is lost.
+The operating system reports edits, by the package watchfiles, in the folders in which git lists files and in no others.
+After a new file, a new folder or a changed .gitignore the files are listed anew. They are listed every five seconds in
+any case: network file systems do not report what other machines write, and where too many reports come at once some
+are lost.
 """
 
 from __future__ import annotations
@@ -16,14 +17,17 @@ from collections.abc import Callable
 from pathlib import Path, PurePath
 
 from watchfiles import Change
-from watchfiles._rust_notify import RustNotify, WatchfilesRustInternalError  # documented: watch() listens too late
+from watchfiles._rust_notify import (
+    RustNotify,
+    WatchfilesRustInternalError,
+)  # documented; watchfiles.watch() would begin to listen at its first result
 
 from lp.errors import UserError
 
 from .source_files import SourceFile, source_files
 
-STEP_MS = 10  # notices are taken once a step has brought no more
-STORM_MS = 500  # or so long after the first
+STEP_MS = 10  # reports are handed over once none has come for so long
+STORM_MS = 500  # or so long after the first, at the latest
 LIST_S = 5  # until files are listed anew, at the latest
 LIST_SHARE = 0.1  # of the time goes to listing, at most
 LISTINGS = 3  # at a time, where folders come meanwhile
@@ -50,7 +54,7 @@ class WatchedFolder:
         self._leaves_out = leaves_out
         self._has_git = shutil.which("git") is not None
         self._names: set[str] = set()  # of files, as they were listed last
-        self._folders: set[str] = set()  # that notices are asked of; empty: it has to be done anew
+        self._folders: set[str] = set()  # whose edits the system reports; empty: it has to be asked anew
         self._notices: RustNotify | None = None
         self._list_from_s = self._list_by_s = 0.0  # when they may be listed anew, and when they must be
         self._list()
@@ -75,21 +79,21 @@ class WatchedFolder:
                 if file is not None:
                     self.files[path] = file
             elif path in self._folders and change != Change.modified:
-                self._folders, asks = set(), True  # of the folder that has its name now there are no notices
+                self._folders, asks = set(), True  # a folder that was made anew is not reported until asked for
             elif change == Change.added and not self._leaves_out(path):
-                asks = asks or os.path.lexists(place)  # not what an editor has renamed since
+                asks = asks or os.path.lexists(place)  # an editor's temporary file has been renamed by now
             if asks:
                 self._list_by_s = self._list_from_s
         return changed | self._list() if time.monotonic() >= self._list_by_s else changed
 
     def _told(self, wait_s: float) -> set[tuple[int, str]]:
-        """Kinds and places of changes, once there is one."""
+        """Wait for reports of edits; kinds and absolute paths of what has changed."""
         if self._notices is None:
             time.sleep(wait_s)
             return set()
         try:
             told = self._notices.watch(STORM_MS, STEP_MS, max(round(1000 * wait_s), 1), None)
-        except WatchfilesRustInternalError:  # a name that is not UTF-8; it tells nothing from then on
+        except WatchfilesRustInternalError:  # a file name that is not UTF-8, after which it reports nothing more
             self._folders, self._notices, self._list_by_s = set(), None, self._list_from_s
             return set()
         if told == "signal":
@@ -118,7 +122,7 @@ class WatchedFolder:
                 folders = {str(each) for place in places for each in (place, *place.parents)}
                 if folders == self._folders:
                     break
-                self._ask(folders)  # and list again, for what has come before
+                self._ask(folders)  # and list again: files may have come before the system began to report
             self.files, self._names = files, set(files)
         except UserError as error:  # what git leaves out must not be read for that
             if not self._list_by_s or not self.folder.is_dir():
@@ -130,7 +134,7 @@ class WatchedFolder:
         return {path for path in before.keys() | now.keys() if before.get(path) != now.get(path)}
 
     def _ask(self, folders: set[str]) -> None:
-        """Ask the system for notices of these folders."""
+        """Ask the system to report edits in these folders."""
         self._folders, self._notices = folders, None
         try:
             self._notices = RustNotify([str(self._place / each) for each in folders], False, False, 0, False, False)
@@ -138,7 +142,7 @@ class WatchedFolder:
             self._folders = set()
         except (OSError, ValueError, WatchfilesRustInternalError) as error:
             warnings.warn(
-                f"the system tells no edits of {str(self.folder)!r} ({error}): they are found up to {LIST_S} s late; "
+                f"the system reports no edits in {str(self.folder)!r} ({error}): they are found up to {LIST_S} s late; "
                 f"fs.inotify.max_user_watches must be {len(folders):,} or more, and fs.inotify.max_user_instances "
                 "above what others use: raise them by sysctl, and start anew",
                 stacklevel=2,

@@ -57,7 +57,7 @@ class Limits:
     timeout_s: float = 600.0
 
 
-CLIENT = "lp.client"  # where a request's scope has whose key it has
+CLIENT = "lp.client"  # where a request's ASGI scope has its Client
 
 
 @dataclass(frozen=True, kw_only=True)
