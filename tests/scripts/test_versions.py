@@ -75,6 +75,9 @@ PYTHON = """#!/bin/sh
 case "$*" in
   "-m venv"*) mkdir -p "$4/bin" && cp "$0" "$4/bin/python" ;;
   "-m pip install"*lowest.txt) echo "pip: no such releases" >&2; exit 1 ;;
+  "-m pytest"*collect-only*no_such_test.py) exit 4 ;;
+  "-m pytest"*collect-only*) ;;
+  "-m pytest"*.py) exit 5 ;;
   "-m pytest"*) echo "$*" >"$(dirname "$0")/pytest" ;;
   *) ;;
 esac
@@ -95,3 +98,14 @@ def test_an_environment_that_cannot_be_made_leaves_the_others(tmp_path: Path, pr
     assert (tmp_path / "versions" / "pinned" / "lp-recipe").exists()
     pytest_was_given = (tmp_path / "versions" / "pinned" / "bin" / "pytest").read_text()
     assert " -c pyproject.toml " in pytest_was_given, "with environments elsewhere, it would find no settings"
+
+
+def test_a_wrong_path_is_no_pass(tmp_path: Path, processes: Processes) -> None:
+    """pytest-xdist ends alike where all tests have passed before, and where there are none at a path."""
+    python = tmp_path / "python"
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+    env = {"PYTHON": str(python), "VERSIONS": str(tmp_path / "versions")}
+    for path, status, said in (("done.py", 0, "none failed"), ("no_such_test.py", 2, "some FAILED")):
+        ran = processes.run(["bash", "scripts/versions.sh", "pinned", "--", path], env)
+        assert ran.returncode == status and said in ran.stderr, ran.stderr
