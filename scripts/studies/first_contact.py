@@ -1,6 +1,7 @@
 """What a first use costs before its first token and against plain decoding, beside busy cores.
 
 NUMBA_CACHE_DIR=$(mktemp -d) python scripts/tables.py first_contact --model FOLDER --busy 1
+python scripts/tables.py first_contact --model FOLDER --task mtbench.jsonl --chat --temperature 0.8 --parts text
 
 1. With empty cache folders, numba's among them: this thread's seconds for loading, for a runner (fusing and the probe),
    for a decoder, and from there to the first token, in plain steps of the same process; and what ten calls of
@@ -31,10 +32,11 @@ import torch
 
 import lp
 from launch.running.threads import settle_threads
+from launch.text.chat_tokens import chat_tokens
 from lp.models.loader import load
 from lp.models.runner import runner_of
 
-from .harness import Method, PromptStudy, Result, Row, Table, grouped, option, values
+from .harness import Method, PromptStudy, Result, Row, Table, grouped, option, sampling_at, values
 
 SPIN = "import time\nwhile True: sum(range(10**5))"
 CALLS = 10
@@ -60,7 +62,10 @@ class FirstContact(PromptStudy):
     limit: int | None = option(20, "first prompts of the task")
     max_new_tokens: int = option(64)
     busy: int = option(1, "programs that run beside it, a core each")
-    SHARED = (*PromptStudy.SHARED, "busy")
+    temperature: float = option(0.0, "of part 2; 0 is greedy")
+    chat: bool = option(False, "prompts are messages, for the model's chat template")
+    parts: list[str] = option([FIRST, TEXT, THREADS], "what to measure")
+    SHARED = (*PromptStudy.SHARED, "busy", "temperature", "chat")
 
     def run(self) -> None:
         os.environ["XDG_CACHE_HOME"] = self.stack.enter_context(tempfile.TemporaryDirectory())
@@ -69,10 +74,13 @@ class FirstContact(PromptStudy):
 
     def rows(self) -> Iterable[Row]:
         """The first token first: the process has made no decoder before."""
-        yield Row({"part": FIRST, "index": 0})
-        for index, prompt in enumerate(self.prompts):
-            yield Row({"part": TEXT, "index": index}, prompt.text)
-        yield Row({"part": THREADS, "index": 0})
+        if FIRST in self.parts:
+            yield Row({"part": FIRST, "index": 0})
+        if TEXT in self.parts:
+            for index, prompt in enumerate(self.prompts):
+                yield Row({"part": TEXT, "index": index}, prompt.text)
+        if THREADS in self.parts:
+            yield Row({"part": THREADS, "index": 0})
 
     def methods(self) -> Mapping[str, Method]:
         parts: dict[str, Method] = {FIRST: self.first_token, TEXT: self.against_plain, THREADS: self.by_threads}
@@ -112,13 +120,19 @@ class FirstContact(PromptStudy):
 
     def against_plain(self, row: Row) -> Result:
         """The ratio of both decoders' seconds on a text, and the most plain steps that the default was behind."""
-        ids = self.ids(row.item)[-512:]
         order = sorted(self.decoders, reverse=bool(row.key["index"] % 2))
-        curves = token_times({name: self.decoders[name] for name in order}, ids, self.max_new_tokens)
+        decoders = {name: self.decoders[name] for name in order}
+        curves = token_times(decoders, self.prompt_ids(row.item), self.max_new_tokens, sampling_at(self.temperature))
         default, plain = curves["default"], curves["plain"]
         step_s = plain[-1] / len(plain)
         behind = max((d - p) / step_s for d, p in zip(default, plain, strict=False))
         return {"ratio": plain[-1] / default[-1], "behind": behind}
+
+    def prompt_ids(self, text: str) -> list[int]:
+        """Token ids of a prompt: a message of the user with `chat`, else the last 512 tokens of the text."""
+        if self.chat:
+            return list(chat_tokens(self.loaded.tokenizer, [{"role": "user", "content": text}]))
+        return self.ids(text)[-512:]
 
     def by_threads(self, row: Row) -> Result:
         """Seconds of a plain step by threads, median of rounds in turn."""
@@ -185,14 +199,16 @@ def beyond_steps_s(model: Any, ids: list[int]) -> float:
     return call_s - laps.lap()
 
 
-def token_times(decoders: dict[str, Any], ids: list[int], new: int) -> dict[str, list[float]]:
+def token_times(
+    decoders: dict[str, Any], ids: list[int], new: int, sampling: lp.SamplingParams | None = None
+) -> dict[str, list[float]]:
     """Seconds of this thread until each new token of one prompt, by decoder.
 
     Their steps alternate: a machine's speed changes by more within a text than decoders differ.
     """
     with ExitStack() as stack:
         engines = {name: stack.enter_context(lp.Engine(decoder, 1)) for name, decoder in decoders.items()}
-        handles = {name: engine.submit(ids, new, eos_token_id=()) for name, engine in engines.items()}
+        handles = {name: engine.submit(ids, new, sampling, eos_token_id=()) for name, engine in engines.items()}
         spent_s = dict.fromkeys(engines, 0.0)
         times: dict[str, list[float]] = {name: [] for name in engines}
         while not all(handle.done for handle in handles.values()):
