@@ -16,6 +16,9 @@ from lp.sampling.params import is_greedy
 from ..config.sampling import sampled_by_checkpoint, sampling_of
 from ..config.schema import ChatConfig, frozen, mirror
 
+# Sampling keys that say nothing about whether tokens are sampled, so that setting them leaves decoding greedy.
+STAY_GREEDY = ("repetition_penalty", "seed", "verifier")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -73,7 +76,8 @@ class Settings:
     def changed(self, words: list[str]) -> Settings:
         """A copy with values changed, as /set does it.
 
-        temperature=0 switches to greedy decoding. Any other sampling key but repetition_penalty switches to sampling.
+        temperature=0 switches to greedy decoding. A key that shapes the distribution, such as top_p or another
+        temperature, switches to sampling; `repetition_penalty`, `seed` and `verifier` do not.
 
         Args:
             words: "key=value" each, as in ["temperature=0.8", "top_p=0.95"].
@@ -104,7 +108,7 @@ class Settings:
         if key == "temperature" and values[key] == 0:
             return replace(self, greedy=True)
         sampling = frozen(lp.SamplingParams, OmegaConf.to_object(values))
-        return replace(self, sampling=sampling, greedy=self.greedy and key == "repetition_penalty")
+        return replace(self, sampling=sampling, greedy=self.greedy and key in STAY_GREEDY)
 
     def __str__(self) -> str:
         values = {**asdict(self.sampling), "max_new_tokens": self.max_new_tokens}

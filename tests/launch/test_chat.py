@@ -114,7 +114,7 @@ def test_a_text_of_several_lines(talk: Callable[..., Ran], prompts: list[dict[st
 
 def test_set_reaches_the_decoder(talk: Callable[..., Ran], prompts: list[dict[str, Any]]) -> None:
     lines = ["/set temperature=0.8 top_p=0.9 seed=3", "a", "/set max_new_tokens=5 verifier=rejection seed=null", "b"]
-    ran = talk("\n".join([*lines, "/set temperature=0", "c", "/set repetition_penalty=1.5", "d", "/set"]))
+    ran = talk("\n".join([*lines, "/set temperature=0", "c", "/set repetition_penalty=1.5 seed=5", "d", "/set"]))
     sampled, rejected, greedy, penalised = (prompt["asked"] for prompt in prompts)
     assert sampled == (12, lp.SamplingParams(temperature=0.8, top_p=0.9, seed=3))
     assert rejected == (5, lp.SamplingParams(temperature=0.8, top_p=0.9, verifier=lp.Verifier.REJECTION))
