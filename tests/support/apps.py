@@ -57,6 +57,11 @@ def save_tiny_model(folder: Path, vocab_size: int | None = None, context: int = 
     return folder
 
 
+def tiny_settings(folder: Path) -> list[str]:
+    """Overrides for short runs of an app with the model of `save_tiny_model`: two prompts of 12 new tokens."""
+    return ["model=hf", f"model.name={folder}", "model.dtype=float64", "N=3", "G=4", "limit=2", "max_new_tokens=12"]
+
+
 def with_template(source: Path, folder: Path, template: str) -> Path:
     """A copy of a model's folder with a chat template."""
     shutil.copytree(source, folder)
