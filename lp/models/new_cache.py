@@ -18,11 +18,11 @@ def new_cache(
     shapes: Mapping[int, RecurrentShape] | None = None,
     kv_dtype: KVDtype = KVDtype.AUTO,
 ) -> StaticKVCache:
-    """Make an empty cache for one sequence: with recurrent states where layers are recurrent, else of KV alone.
+    """Make an empty cache for one sequence: with recurrent states if the model has recurrent layers, else for KV alone.
 
     Args:
         num_layers, capacity, zeroed, deferred, known, kv_dtype: arguments of `StaticKVCache`.
-        shapes: shape of the recurrent state by layer, for `HybridCache`; None or empty where no layer is recurrent.
+        shapes: shape of the recurrent state, by index of the recurrent layer; None or empty: no layer is recurrent.
     """
     if not shapes:
         return StaticKVCache(num_layers, capacity, zeroed, deferred, known, kv_dtype)
