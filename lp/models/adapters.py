@@ -30,12 +30,13 @@ OTHER_ROWS = re.compile(r"(^|\.)(experts|lm_head)(\.|$)")
 class AdapterRows(threading.local):
     """Tells a model's LoRA layers which tokens of this thread's forward pass go through which adapter.
 
-    The model's runner runs each pass within the block `of`. LoRA layers run the function from `forward_of`, which reads
-    these attributes. A row is the hidden state of one token; T is the number of tokens in the pass.
+    The model's runner runs each pass within the context manager `of`, which sets the attributes. LoRA layers run the
+    function from `forward_of`, which reads them. A row is the hidden state of one token; T is the number of tokens in
+    the pass.
 
     Attributes:
         groups: pairs of an adapter's name and the rows that go through it: a slice, or int64 indices into the T tokens.
-            Empty outside the block `of`, and where no sequence has chosen an adapter.
+            Empty outside of `of`, and where no sequence has chosen an adapter.
         others: rows of sequences that have chosen no adapter, which go through the adapters that are active on the
             model; None: there are no such rows.
         num_rows: T, for a check: a LoRA layer that gets another number of rows raises an error.

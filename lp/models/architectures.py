@@ -21,7 +21,8 @@ from lp.models.skipped_layer import SkippedLayer
 class NormRule(Enum):
     """Where an RMS norm rounds from float32 to the model's dtype: before or after it multiplies by the weight.
 
-    The division by the root mean square is always computed in float32.
+    ROUNDED: before. WIDE: after. OFFSET: after, and it multiplies by 1 + weight. The division by the root mean square
+    is always computed in float32.
     """
 
     ROUNDED = auto()  # before the product with the weight

@@ -43,8 +43,9 @@ def runner_for(
         model: the causal LM.
         attention: "auto", or the name of an attention backend.
         capture: whether and how decode steps are captured, that is recorded once and then replayed.
-        exact: a value of `Exact`: "auto", "tokens", or "bitwise" for logits equal to plain decoding's bit for bit.
-        kv_dtype: a value of `KVDtype`: "auto", "int8" or "fp8".
+        exact: "tokens" for plain decoding's tokens up to rounding, "bitwise" for its logits bit for bit; "auto" is
+            "tokens".
+        kv_dtype: dtype in which caches store keys and values: "int8", "fp8", or "auto" for the model's own.
 
     Raises:
         ValueError: a value is unknown, `runner_of` refuses the model, or "bitwise" is impossible with this model or

@@ -146,7 +146,7 @@ class CapturedForests:
         return PassLogits(logits_BV, [len(tree.logits_indices) for tree in trees], step)
 
     def note_copy(self) -> None:
-        """Note that work was queued on the device which reads a step's inputs from pinned host memory.
+        """Note that the device was given work that reads a step's inputs from pinned host memory.
 
         The next step waits until that work is done, before it writes its own inputs to that memory.
         """
@@ -173,8 +173,8 @@ def captures_forests(runner: ModelRunner, num_slots: int) -> bool:
 def reads_all_slots(runner: ModelRunner) -> bool:
     """Whether attention in captured passes over several sequences reads all slots of their pool.
 
-    It does where the attention backend needs a mask, and where keys and values are stored quantised. Otherwise it reads
-    each sequence's own slots only.
+    Captured passes are recorded once and then replayed. They read all slots where the attention backend needs a mask,
+    and where keys and values are stored quantised. Otherwise they read each sequence's own slots only.
     """
     return not (runner.backend.takes_pools and runner.masks.kinds == {FULL} and runner.kv_dtype is KVDtype.AUTO)
 

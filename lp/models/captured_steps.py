@@ -46,7 +46,9 @@ LONGEST_PROMPT = 256  # tokens; a longer pass keeps a GPU busy while the host la
 
 
 def capture_mode(capture: Capture, model: PreTrainedModel, shifting: bool, backend: AttentionBackend) -> Capture | None:
-    """Choose how a model's decode steps are captured; `auto` takes a CUDA graph on a GPU where nothing rules it out.
+    """Choose how a model's decode steps are captured, that is recorded once for each size and then replayed.
+
+    AUTO takes a CUDA graph on a GPU where nothing rules it out.
 
     Args:
         capture: the user's choice.
@@ -58,7 +60,7 @@ def capture_mode(capture: Capture, model: PreTrainedModel, shifting: bool, backe
         GRAPH or COMPILE; None: steps are not captured.
 
     Raises:
-        ValueError: an explicit choice that is impossible here; names why and a remedy.
+        ValueError: the user's choice, other than AUTO, is impossible here; names the reason and a remedy.
     """
     device = model.get_input_embeddings().weight.device
     obstacle = backend.capture_obstacle
@@ -97,7 +99,7 @@ class CapturedSteps:
         cache_keyword: the argument of the model's forward that takes the cache, such as "past_key_values".
         buckets: numbers of tokens that a captured step may have, ascending; a step is padded to the next of them.
         may_round: whether steps may run kernels that round differently from the operations of uncaptured passes.
-        kv_dtype: how caches store keys and values.
+        kv_dtype: dtype in which caches store keys and values.
 
     Attributes:
         cache: cache of the generation that is running, or of the last one; None before the first.
@@ -216,9 +218,15 @@ class CapturedSteps:
         return not self._prompts_given_up
 
     def run_unread(self, step: CapturedStep) -> torch.Tensor:
-        """Run a staged step whose results the host does not wait for, such as a prompt's; returns its logits (B, V).
+        """Run a captured step that `staged` prepared, without waiting for its results, as for a prompt.
 
         The next `staged` waits until the device has copied the step's inputs.
+
+        Args:
+            step: the prepared step.
+
+        Returns:
+            Logits (B, V), B tokens of the step with its padding, V the vocabulary size.
         """
         logits = step.run()
         if self.device.type == "cuda":
@@ -245,7 +253,7 @@ class CapturedSteps:
         return self._steps[key]
 
     def steps_up_to(self, num_tokens: int) -> list[CapturedStep]:
-        """Capture steps of all sizes up to that which so many tokens need, so that none is captured while decoding.
+        """Capture steps of all sizes up to the one that fits so many tokens, so that none is captured while decoding.
 
         Returns:
             The captured steps, by size, ascending.
@@ -262,11 +270,11 @@ class CapturedSteps:
 
         Args:
             inputs: the step's inputs, on the device.
-            visible_BB: bool; [i, j]: token i sees token j of the step.
+            visible_BB: bool; [i, j]: token i sees token j of the step, which has B tokens, padding included.
             cache: the cache that the step reads and writes.
 
         Returns:
-            Logits (B, V) of the tokens at `inputs.logits_indices_B`.
+            Logits (B, V) of the tokens at `inputs.logits_indices_B`, V the vocabulary size.
         """
         slots_B, dtype = inputs.slots_B, self.masks.dtype
         view: View

@@ -6,9 +6,9 @@ of a thread's part of a tensor. So the model itself is tried, with the number of
 follow one prefix are computed at each width, beside other tokens and in other places, and every row is compared. The
 experts of a mixture are also tried by themselves, with one token and with many.
 
-Torch computes SiLU and sigmoid in vectors, and the rest of a tensor that fills no vector one number at a time. That
-changes a few of a hundred numbers, which a trial may miss. So widths are left out at which a layer's rows would not
-fill vectors.
+A trial may miss one difference. Torch computes SiLU and sigmoid on vectors of numbers, and the numbers at the end of a
+tensor that fill no vector one at a time, which rounds a few of a hundred differently. So widths are left out at which a
+layer's rows would not fill vectors.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def equal_widths(runner: ModelRunner) -> tuple[int, ...]:
     Ranks that divide a model try at the same time, and get the widths at which all of them agree.
 
     Args:
-        runner: the model's runner, made with `same_bits`.
+        runner: the model's runner, made with `same_bits=True`.
 
     Returns:
         Numbers of tokens in a pass, ascending.

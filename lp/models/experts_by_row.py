@@ -75,7 +75,7 @@ def experts_by_row(
         top_k_weights: (T, K), the weights of these experts.
 
     Returns:
-        (T, E).
+        Weighted sums of the experts' outputs, (T, E).
     """
     num_tokens, num_experts = top_k_index.shape
     widths = vars(self.config).get(_WIDTHS) or (num_tokens,)

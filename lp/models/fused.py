@@ -94,7 +94,7 @@ def model_state(model: nn.Module) -> list[tuple[Any, ...]]:
 
 
 class FusedModel:
-    """A causal LM with fused layers, called as transformers' own is, with the arguments that a step uses, batch size 1.
+    """A causal LM with fused layers, which decode steps call like transformers' own model, with batch size 1.
 
     Args:
         model: the model, in eval mode; its own modules and weights are used as they are at each call.

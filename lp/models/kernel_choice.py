@@ -83,7 +83,7 @@ Operation = Callable[[], list[torch.Tensor]]  # returns what it computes, and wh
 def choose_kernels(shape: LayerShape, replica: Replica) -> LayerKernels:
     """Choose the kernels that pass their trial on this device: right results, in less time than torch takes.
 
-    Ranks that a model is divided among choose the same ones. None is chosen where there is no GPU or no Triton.
+    Ranks that divide a model choose the same kernels. Without a GPU or Triton no kernel is chosen.
 
     Args:
         shape: sizes, dtype and device of the model's layers.

@@ -61,7 +61,8 @@ class StatesKind:
         """Describe these keys or values by size, dtype and device, so that a cache can allocate room for them.
 
         Args:
-            states_1GTD: keys or values as the model computes them, (1, G, T, D).
+            states_1GTD: keys or values as the model computes them, (1, G, T, D): G KV heads, T tokens, head dimension
+                D.
             kv_dtype: dtype in which cache slots are to store them.
         """
         return cls(states_1GTD.shape[1], states_1GTD.shape[3], states_1GTD.dtype, states_1GTD.device, kv_dtype)
@@ -77,15 +78,17 @@ class StatesKind:
         return self.heads * (self.dim * self.dtype.itemsize if self.as_given else self.dim + SCALE_BYTES)
 
     def allocated(self, count: int, slots: int, zeroed: bool) -> torch.Tensor:
-        """Allocate cache slots for keys or values of this kind.
+        """Allocate cache slots for keys or values of this kind (size, dtype and device).
 
         Args:
-            count: number of key and value tensors in all layers; a layer has one of keys and one of values.
+            count: number of key and value tensors of this kind in all layers; a layer has one of keys and one of
+                values.
             slots: number of slots, one for each token.
             zeroed: whether the slots must hold zeros at first; False: they hold anything.
 
         Returns:
-            (count, G, slots, D) in the model's dtype; if they are quantised, int8 rows as in `lp.models.quantised_kv`.
+            (count, G, slots, D) in the model's dtype, with G KV heads of dimension D; if keys and values are quantised,
+            int8 rows as in `lp.models.quantised_kv` in the place of D numbers.
 
         Raises:
             RuntimeError: the device has no room for the slots.
@@ -95,17 +98,22 @@ class StatesKind:
         return allocate((count, self.heads, slots, size), dtype=dtype, device=self.device)
 
     def stored(self, states_1GTD: torch.Tensor) -> torch.Tensor:
-        """Turn keys or values, (1, G, T, D), into what cache slots store: the tensor itself, or its quantised rows."""
+        """Turn keys or values into what cache slots store: the tensor itself, or rows of quantised numbers.
+
+        Args:
+            states_1GTD: keys or values as the model computes them, (1, G, T, D): G KV heads, T tokens, head dimension
+                D.
+        """
         return states_1GTD if self.as_given else quantised(states_1GTD, self.kv_dtype)
 
     def read(self, slots: torch.Tensor) -> torch.Tensor:
         """Turn what cache slots store into keys or values for attention: the tensor itself, or a dequantised copy.
 
         Args:
-            slots: content of slots, as `stored` makes it: (..., D), or rows of quantised numbers.
+            slots: content of slots, as `stored` makes it: (..., D), D the head dimension, or rows of quantised numbers.
 
         Returns:
-            (..., D), in the model's dtype.
+            Keys or values (..., D), in the model's dtype.
         """
         return slots if self.as_given else dequantised(slots, self.kv_dtype, self.dtype)
 
@@ -214,14 +222,18 @@ class PreallocatedLayer(CacheLayerMixin):
 
         Args:
             slots_T: int64, the slot of the pool that each token is written to.
-            key_states, value_states: (1, G, T, D), T tokens of all sequences together.
+            key_states, value_states: (1, G, T, D): G KV heads, T tokens of all sequences together, head dimension D.
         """
         stored = self._stored(key_states, value_states)
         for (kind, index), states in zip(self._claimed, stored, strict=True):
             self.extent.pool[kind][index].index_copy_(1, slots_T, states[0])
 
     def first(self, num_slots: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values in the first slots, (1, G, num_slots, D) each, for attention; dequantised if need be."""
+        """Keys and values in the first slots, for attention; dequantised if need be.
+
+        Returns:
+            Keys, and values: (1, G, num_slots, D) each, G KV heads of dimension D.
+        """
         assert self.keys is not None and self.values is not None
         (of_keys, _), (of_values, _) = self._claimed
         return of_keys.read(self.keys[:, :, :num_slots]), of_values.read(self.values[:, :, :num_slots])
@@ -296,7 +308,8 @@ class StaticKVCache(Cache):
     def buffers(self) -> list[torch.Tensor]:
         """The memory of all keys and values: tensors (n, G, C, D), each for keys and values of one kind.
 
-        n counts keys and values in all layers. Layers that share another layer's keys and values are not counted.
+        n counts the keys and values in all layers; layers that share another layer's are not counted. G: KV heads, C:
+        cache slots, D: head dimension.
         """
         return [buffer for buffers in self._extent.buffers.values() for buffer in buffers]
 
@@ -324,7 +337,8 @@ class StaticKVCache(Cache):
         Nothing is copied. The pool calls this for a new cache, and once it has moved or freed some of a cache's slots.
 
         Args:
-            pool: the pool's tensor for each kind of keys or values, (n, G, slots of the pool, D).
+            pool: the pool's tensor for each kind of keys or values, (n, G, slots of the pool, D): n keys and values in
+                all layers, G KV heads, head dimension D.
             first_slot: number of the first slot of the pool that this cache uses, from 0.
             num_slots: number of neighbouring slots that it uses.
         """
@@ -348,7 +362,8 @@ class StaticKVCache(Cache):
         """Keys and values of the first tokens, for another cache that begins with the same tokens (`begin_with`).
 
         Returns:
-            A view of each buffer: (n, G, num_tokens, D), or rows of quantised keys and values.
+            A view of each buffer, (n, G, num_tokens, D): n keys and values in all layers, G KV heads, head dimension D,
+            or rows of quantised numbers.
         """
         self.flush()
         return [buffer[:, :, :num_tokens] for buffer in self.buffers]
@@ -357,7 +372,7 @@ class StaticKVCache(Cache):
         """Copy the first tokens of another cache into this one, which is empty, so that they are not computed again.
 
         Args:
-            states: what `first(num_tokens)` of the other cache returned: (n, G, num_tokens, D) for each buffer.
+            states: keys and values that `first(num_tokens)` of the other cache returned, one tensor for each buffer.
             num_tokens: number of tokens to copy.
         """
         assert not self.length
@@ -385,7 +400,7 @@ class StaticKVCache(Cache):
         """
 
     def begin_replay(self, num_tokens: int) -> None:
-        """Tell the cache that a captured step is replayed next, which does not call `begin` again.
+        """Tell the cache that a captured step is replayed next, since a replay does not call `begin`.
 
         Args:
             num_tokens: tokens of the step, padding included.
@@ -397,9 +412,11 @@ class StaticKVCache(Cache):
         return self._extent.slot_mapping_T
 
     def whole(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Keys and values in all slots of a layer, (1, G, C, D) each, for a kernel that writes to the slots itself.
+        """Keys and values in all slots of a layer, for a kernel that writes to the slots itself.
 
-        None as long as the layer has no buffers, and where slots store quantised keys and values.
+        Returns:
+            Keys, and values: (1, G, C, D) each, G KV heads, C slots, head dimension D. None as long as the layer has no
+            buffers, and where slots store quantised numbers.
         """
         states: PreallocatedLayer = self.layers[layer]
         as_given = self._extent.kv_dtype is KVDtype.AUTO
@@ -438,11 +455,11 @@ class StaticKVCache(Cache):
 
     @property
     def num_moves(self) -> int:
-        """How many slots the last commit left for the next step to move, so that accepted tokens lie side by side."""
+        """Number of slots that the last commit left for the next step to move, so that accepted tokens are neighbours."""
         return len(self._moves[0])
 
     def take_moves(self) -> tuple[list[int], list[int]]:
-        """Hand the slots that the last commit has left to move over to a captured step, which moves them itself.
+        """Give a captured step the moves that the last commit has left to it, to bring accepted tokens side by side.
 
         Returns:
             Slots to move from, and for each the slot to move to.
@@ -452,7 +469,7 @@ class StaticKVCache(Cache):
         return moves
 
     def flush(self) -> None:
-        """Move the slots now that the last commit has left for the next step to move."""
+        """Carry out at once the moves of slots that the last commit has left to the next step."""
         sources, targets = self.take_moves()
         if sources:
             for buffer, slots in self._slots(sources):

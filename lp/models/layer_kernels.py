@@ -109,10 +109,10 @@ def normalize(x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float, rounded: b
     """RMS norm of every token: divides by the root mean square, multiplies by the weight; returns (T, E).
 
     Args:
-        x_TE: hidden states of T tokens; the numbers of a token lie side by side in memory.
+        x_TE: hidden states of T tokens; the E numbers of a token lie side by side in memory.
         weight_E: the norm's weight.
         eps: added to the mean square.
-        rounded: whether to round to the dtype before multiplying by the weight; False: afterwards.
+        rounded: whether to round to the model's dtype before multiplying by the weight; False: afterwards.
         offset: whether to multiply by 1 + weight, as Gemma's norms do.
     """
     num_tokens, size = x_TE.shape
@@ -137,6 +137,8 @@ def rotate_and_store(
     slots_T: torch.Tensor,
 ) -> torch.Tensor:
     """Apply rotary positions to queries and keys, write keys and values to their cache slots, and return the queries.
+
+    T: tokens, H: query heads, G: KV heads, D: head dimension, C: cache slots.
 
     Args:
         rotated_THD: queries, then keys, (T, H + G, D) before rotation; the heads of a token lie side by side in memory.
@@ -184,7 +186,7 @@ def move_slots(buffer_nGCD: torch.Tensor, source_M: torch.Tensor, target_M: torc
     """Move KV between cache slots, in all layers by one launch, to bring accepted tokens side by side.
 
     Args:
-        buffer_nGCD: keys and values of all layers, changed in place.
+        buffer_nGCD: keys and values of all layers, changed in place: n of them, G KV heads, C slots, head dimension D.
         source_M, target_M: int64, slots to move from and to. Within one sequence they ascend, and no target is greater
             than its source. Padding comes last and moves a slot to itself.
     """

@@ -48,7 +48,7 @@ def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
     """Apply rotary positions to queries or keys.
 
     Args:
-        states: queries or keys, (T, heads, D).
+        states: queries or keys, (T, heads, D): T tokens, head dimension D.
         cos, sin: cosines and sines of the rotation's angles, (T, 1, D); the first half of the sines is negated.
     """
     wide = states.to(cos.dtype)

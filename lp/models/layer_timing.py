@@ -1,4 +1,4 @@
-"""Estimate how long a pass of the whole model takes from one of its layers, before the first decode step.
+"""Estimate how long a forward pass of the whole model takes by timing one layer, before the first decode step.
 
 A pass through the LM head, the embeddings, the masks and one layer is timed, and within it the layer. The estimate is
 the time of this pass, plus the layer's time for each further layer of the model.

@@ -1,8 +1,8 @@
 """One lock for each model, held while threads change what this package keeps on the model, such as its runners.
 
-Threads that decode with one model share its lock. Ranks that run as threads of one process each hold their own part of
-a divided model, and so take different locks. They must: while one rank holds a lock, it may wait for the others in a
-collective.
+Threads that decode with one model share its lock. Ranks that run as threads of one process and divide a model each hold
+their own part of it, and so take different locks. This is needed: while one rank holds a lock, it may wait for the
+others in a collective.
 """
 
 from __future__ import annotations

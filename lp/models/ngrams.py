@@ -40,7 +40,13 @@ NO_TOKEN = -1  # in a context, where the text had no token yet
 
 
 class Observed(NamedTuple):
-    """The likeliest next tokens of a model after some contexts of one length, with their probabilities."""
+    """The likeliest next tokens of a model after some contexts of one length, with their probabilities.
+
+    Attributes:
+        contexts: int64 (n, length), tokens of n contexts, the newest last; NO_TOKEN where the text was shorter.
+        tokens: int64 (n, OBSERVED), the likeliest tokens after each context.
+        probs: float32 (n, OBSERVED), their probabilities.
+    """
 
     contexts: np.ndarray  # int64 (n, length), the newest token last; NO_TOKEN where the text had not so many
     tokens: np.ndarray  # int64 (n, OBSERVED): the likeliest

@@ -62,12 +62,13 @@ _MARK = "_lp_honours_tree_mask"  # attribute of the model: the ways of running s
 class Findings:
     """Result of the probe: how a tree-shaped step of an excerpt (a few layers of a model) compares with plain passes.
 
+    Faults, such as a wrong mask at one node, are planted in the step to see whether the comparison would notice them.
     Errors and effects are differences of outputs, relative to the standard deviation of the outputs.
 
     Attributes:
-        error: the largest error of a node of the tree.
+        error: the largest error of a node of the tree, without a planted fault.
         noise: the effect of rounding.
-        faults: every fault that was planted in the step, with its effect on the output of its node.
+        faults: every planted fault, with its effect on the output of its node.
         own_dtype: what is off in the model's own dtype, in words; None: nothing is.
     """
 
@@ -80,8 +81,9 @@ class Findings:
     def limit(self) -> float:
         """The largest error that passes: the geometric mean of the effect of rounding and that of the smallest fault.
 
-        Only planted faults that stand out from rounding count. If there are none, 16 times the effect of rounding takes
-        the place of the smallest fault's.
+        Faults, such as a wrong mask at one node, are planted to measure their effects. Only faults whose effect stands
+        out from rounding count. If there are none, 16 times the effect of rounding takes the place of the smallest
+        fault's.
         """
         return sqrt(self.noise * max(self.fault, SHOWS * self.noise))
 
@@ -89,13 +91,17 @@ class Findings:
     def fault(self) -> float:
         """Effect of the smallest planted fault that stands out from rounding, relative to the outputs' spread.
 
-        If no planted fault stands out, it is 0.
+        Faults, such as a wrong mask at one node, are planted to measure their effects. If none stands out, the result
+        is 0.
         """
         return min([effect for _, effect in self.faults if effect > SHOWS * self.noise], default=0.0)
 
     @property
     def blind(self) -> bool:
-        """Whether no planted fault stands out from rounding: a mask that is wrong at one node may then pass."""
+        """Whether rounding hides the effects of all planted faults, such as a wrong mask at one node.
+
+        Then the probe would not notice such a fault in the model.
+        """
         return self.fault == 0
 
     @property

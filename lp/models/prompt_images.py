@@ -74,8 +74,8 @@ class PromptImages:
         Args:
             model: the model that takes the images.
             prompt: L token ids.
-            given: fields of the processor's output besides the token ids. In their place transformers' `generate` may
-                hand over `position_ids` and encoded images. An attention mask of ones counts as absent.
+            given: fields of the processor's output besides the token ids. Instead of some of them, transformers'
+                `generate` may hand over `position_ids` and encoded images. An attention mask of ones counts as absent.
 
         Raises:
             TypeError: a field has a name that the model's `forward` does not take.
@@ -121,7 +121,7 @@ class PromptImages:
 
     @cached_property
     def rotary_offset(self) -> int:
-        """What to add to the place of a token after the images to get its position, such as -240."""
+        """The position of a token after the images, minus its place in the sequence, such as -240."""
         if self.positions is None:
             return 0
         last: torch.Tensor = self.positions.flatten(0, -2)[-1, -1]  # the first axis may be the place, for masks
@@ -149,7 +149,7 @@ class PromptImages:
         other images.
 
         Args:
-            tokens: token ids of a sequence that begins with the prompt, or the first ones of it.
+            tokens: token ids of a sequence that begins with the prompt, or the first tokens of such a sequence.
         """
         words = int.from_bytes(self.digest, "little")
         keys = [-1 - (words >> KEY_BITS * index & (1 << KEY_BITS) - 1) for index in range(NUM_KEYS)]
@@ -187,7 +187,7 @@ def inputs_of_images(given: Mapping[str, Any]) -> dict[str, Any]:
     Token types that are all 0, as processors give them for text, do not count as images.
 
     Args:
-        given: arguments by name; None, empty mappings, attention masks and positions are left out.
+        given: arguments by name. Attention masks, positions, None and empty mappings are left out of the result.
     """
     named = {name: value for name, value in given.items() if value is not None and name not in HANDED_OVER}
     inputs = {name: value for name, value in named.items() if not (isinstance(value, Mapping) and not value)}

@@ -101,10 +101,10 @@ def inexact_quantisation(model: Any) -> str | None:
 
 
 def tokens_share_scales(model: Any) -> str | None:
-    """Why a token's result may depend on the tokens beside it, even if every row is summed alike; None: it does not.
+    """Why a quantised model lets a token's result depend on the other tokens in its pass; None: it does not.
 
-    In such a quantised model the tokens of a pass share the scales of their activations. So it cannot be decoded with
-    `exact="bitwise"`.
+    The tokens of a pass then share a scale or a choice for their activations, or lp does not know whether they do. Such
+    a model cannot be decoded with `exact="bitwise"`.
     """
     method, kind = _quantised(model)
     return None if kind in (Activations.KEPT, Activations.BY_TOKEN) else _reason(method, kind)

@@ -8,8 +8,8 @@ itself included.
     scale = max |x| / LARGEST        number = round(x / scale)        read: number x scale
 
 The scale is float32 whatever the model's dtype. In float16 the scale of a row of small keys could underflow. In
-bfloat16 the scale would be rounded, which would cut off the largest number of a row, or waste a step. The scale costs 4
-bytes a row.
+bfloat16 the scale would be rounded: rounded down, it would cut off the largest number of a row, and rounded up, it
+would waste a part of the range. The scale costs 4 bytes a row.
 
 D: head dimension.
 """
@@ -27,7 +27,8 @@ LARGEST = {KVDtype.INT8: 127.0, KVDtype.FP8: 448.0}  # of the numbers; int8's -1
 def quantised(states_D: torch.Tensor, kv_dtype: KVDtype) -> torch.Tensor:
     """Quantise keys or values to the rows of bytes that cache slots store.
 
-    A row that is not finite, or whose scale does not fit into float32, is read as NaN throughout.
+    A row is the D numbers of one token and head. If it is not finite, or its scale does not fit into float32, all of it
+    is read as NaN later.
 
     Args:
         states_D: keys or values (..., D), in the model's dtype; D is the head dimension.
@@ -47,12 +48,15 @@ def quantised(states_D: torch.Tensor, kv_dtype: KVDtype) -> torch.Tensor:
 
 
 def dequantised(rows_B: torch.Tensor, kv_dtype: KVDtype, dtype: torch.dtype) -> torch.Tensor:
-    """Turn the rows of bytes that cache slots store back into keys or values, (..., D), for attention.
+    """Turn the rows of bytes that cache slots store back into keys or values for attention.
 
     Args:
-        rows_B: int8, (..., D + SCALE_BYTES), from `quantised`.
+        rows_B: int8, (..., D + SCALE_BYTES), from `quantised`: D numbers, then the bytes of their scale.
         kv_dtype: INT8 or FP8, as they were quantised.
         dtype: dtype of the result, the model's.
+
+    Returns:
+        Keys or values (..., D).
     """
     numbers_D = rows_B[..., :-SCALE_BYTES]
     scale_1 = rows_B[..., -SCALE_BYTES:].clone(memory_format=torch.contiguous_format).view(torch.float32)  # aligned

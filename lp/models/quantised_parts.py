@@ -26,7 +26,7 @@ Sizes = tuple[int, ...]
 
 
 class Format(Protocol):
-    """How a quantised checkpoint stores its weights: an interface through which a rank reads its part of one."""
+    """How a quantised checkpoint stores its weights: an interface through which a rank reads its part of a weight."""
 
     def stored(self, keys: Iterable[str], metadata: Mapping[str, str]) -> dict[str, dict[str, str]]:
         """Find the quantised weights of a checkpoint.

@@ -1,8 +1,8 @@
 """The recurrent layers of transformers' models, and how each runs over the draft tree of a decode step.
 
-In a decode step the forward of these layers is replaced by one of the functions below, on the runner's own view of the
-model. For every node of the tree, it computes what the layer's own forward would compute for one more token after the
-node's ancestors. Prefill and all other layers run the model's own code.
+In a decode step, functions of this module replace the forward of these layers, on the runner's own view of the model.
+For every node of the tree, they compute what the layer's own forward would compute for one more token after the node's
+ancestors. Prefill and all other layers run the model's own code.
 
 T: step tokens, E: hidden size, C: channels of the convolution, H: heads, R, D: rows and columns of a head's state.
 """

@@ -47,7 +47,7 @@ class RecurrentShape:
     right_heads: int = 0
 
     def nbytes(self, tokens: int) -> int:
-        """Bytes of the layer's state, and of what a step of so many tokens keeps to advance it by."""
+        """Bytes of the layer's state, and of what a step of so many tokens keeps so that the state can be advanced."""
         state = self.heads * self.rows * self.columns
         products = self.left_heads * self.rows + self.right_heads * self.columns + self.heads
         inputs = self.channels * (self.taps + tokens)
@@ -57,7 +57,8 @@ class RecurrentShape:
 class Stash(NamedTuple):
     """What a decode step keeps of its tokens, so that a commit can advance the states along the accepted ones.
 
-    Dimension 2 of each tensor is the token. n counts layers of one shape.
+    Dimension 2 of each tensor is the token. n: layers of one shape, T: step tokens, H: heads, R, D: rows and columns of
+    a head's state, C: channels of the convolution.
 
     Attributes:
         left: left vectors of the outer products, (n, left heads, T, R).
@@ -73,7 +74,7 @@ class Stash(NamedTuple):
 
     @classmethod
     def room(cls, shape: RecurrentShape, layers: int, tokens: int) -> Stash:
-        """Allocate a stash, filled with zeros, with room for the tokens of a decode step.
+        """Allocate tensors, filled with zeros, for what decode steps of up to so many tokens keep.
 
         Args:
             shape: sizes of one layer's state.
@@ -112,11 +113,11 @@ class Stash(NamedTuple):
 class LayerState:
     """The state of one recurrent layer, as its forward pass over a draft tree reads it.
 
-    The pass leaves the state as it is, and keeps with `keep` what a commit needs to advance it.
+    The pass leaves the state as it is. It calls `keep` to store what a commit needs to advance the state.
 
     Attributes:
-        last_CK: the last K inputs of the convolution at the end of the prefix, the newest one last.
-        state_HRD: the layer's state at the end of the prefix.
+        last_CK: the last K inputs of the convolution at the end of the prefix, the newest one last; C channels, K taps.
+        state_HRD: the layer's state at the end of the prefix; H heads, R rows, D columns.
         first_step: bool (1,), whether this is the first decode step of a sequence. The root of its tree is the last
             token of the prompt, which some models compute in another way than generated tokens.
     """
@@ -138,10 +139,10 @@ class LayerState:
         """Keep what a commit needs to advance this layer's state along some of this step's tokens.
 
         Args:
-            inputs_TC: inputs of the convolution.
-            left, right: vectors of the outer products, (heads, T, R) and (heads, T, D); None: the layer is a
-                convolution alone.
-            g_HT: log decays; None: the layer is a convolution alone.
+            inputs_TC: inputs of the convolution, T tokens and C channels.
+            left, right: vectors whose outer products are added to the state, (heads, T, R) and (heads, T, D), for a
+                state of R rows and D columns; None: the layer is a convolution alone.
+            g_HT: log decays of the state, by head and token; None: the layer is a convolution alone.
         """
         num_tokens = len(inputs_TC)
         stash = self._group.stash
@@ -312,7 +313,7 @@ class RecurrentStates:
         self._has_advanced()
 
     def nbytes(self) -> int:
-        """Bytes of memory that the states take, with what steps keep to advance them by."""
+        """Bytes of memory that the states take, and the tensors in which steps keep what commits need."""
         return sum(tensor.nbytes for tensor in self._tensors())
 
     def _tensors(self) -> Iterator[torch.Tensor]:

@@ -74,9 +74,12 @@ def runner_of(
     """Get the model's runner with these settings, made at the first call; decoders share it and its captured steps.
 
     Args:
-        model, attention, capture, kv_dtype: see `ModelRunner`.
+        model: the causal LM.
+        attention: "auto", or the name of an attention backend.
+        capture: whether and how decode steps are captured, that is recorded once and then replayed.
         exact: whether the runner must give a token the same bits in every pass: BITWISE if so. Each value has a runner
             of its own.
+        kv_dtype: dtype in which caches store keys and values; AUTO: the model's own.
 
     Raises:
         ValueError: the model or a setting is one that `ModelRunner` refuses.
@@ -386,9 +389,9 @@ class ModelRunner:
         return new_cache(layers, capacity, False, deferred, self._known, self.recurrent, self.kv_dtype)
 
     def forget_kinds(self) -> None:
-        """Discard the count of the model's keys and values, since this copy of a runner is to run fewer layers.
+        """Forget how many key and value tensors the model has, since this copy of a runner is to run fewer layers.
 
-        The runner that was copied keeps its count.
+        The runner that was copied keeps its own count.
         """
         self._known, self._knows_all = {}, False
 
@@ -535,7 +538,7 @@ class ModelRunner:
             self._computed([TreePass([0], [0], [-1], cache, (0,))])
 
     def cross(self, text: Sequence[int], cache: StaticKVCache, chunk: int) -> None:
-        """Cache a sequence up to its last token, before its first step past the rotary boundary, as plain decoding would.
+        """Cache a sequence up to its last token, before its first step past the rotary boundary, like plain decoding.
 
         At this length rotary frequencies change (`RopeBoundary`). Usually only the tokens that are not cached yet are
         computed, under the old frequencies. For models whose plain decoding computes the whole cache anew, all tokens
@@ -573,7 +576,7 @@ class ModelRunner:
             return None
 
     def captured_steps(self, num_tokens: int, cache: StaticKVCache) -> list[CapturedStep]:
-        """Capture steps of all sizes up to that which so many tokens need, so that none is captured while decoding.
+        """Capture steps of all sizes up to the one that fits so many tokens, so that none is captured while decoding.
 
         Args:
             num_tokens: tokens of the largest step.
@@ -723,10 +726,10 @@ class ModelRunner:
 
 
 class PassLogits(NamedTuple):
-    """The logits of one pass over one or more sequences.
+    """The logits of one forward pass over one or more sequences.
 
     Attributes:
-        rows: (at least n, V): the n rows that were asked for, the first sequence's first; then padding.
+        rows: (at least n, V): the n rows of V logits that were asked for, the first sequence's first; then padding.
         counts: number of rows of every sequence; they add up to n.
         step: the captured step that computed the rows, and overwrites them when it runs again; None: the pass was not a
             captured step.

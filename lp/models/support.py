@@ -111,9 +111,9 @@ def logit_rounding(model: Any, kv_dtype: KVDtype = KVDtype.AUTO) -> float:
     0.09 in bfloat16. Measured on a trained model of 30 layers, passes of one and of eight tokens differ by 3e-6, 0.001
     and 0.01. Float64 counts as float32, since transformers' norms and softmax compute in float32 at most.
 
-    A mixture of experts counts as bfloat16, since its router may take either of two experts that are equally good. A
-    quantised cache counts with its own precision, since a key between two of its numbers may be stored as either. Where
-    activations are quantised, there is no bound.
+    A mixture of experts counts as bfloat16, or worse, since its router may take either of two experts that are equally
+    good. A quantised cache counts with its own precision, since a key between two of its numbers may be stored as
+    either. Where activations are quantised, there is no bound.
 
     Args:
         model: a causal LM.

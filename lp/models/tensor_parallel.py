@@ -87,12 +87,17 @@ def _text_model(model: PreTrainedModel) -> str:
 
 
 def divide(model: PreTrainedModel, replica: Replica, plan: Plan | None = None) -> PreTrainedModel:
-    """Divide a model that is in memory among the ranks of a replica, in place: each rank keeps its own parts.
+    """Divide a model, which every rank of a replica has in memory, among these ranks, in place.
+
+    Each rank keeps its own parts.
 
     Args:
         model: the whole model; equal on every rank.
         replica: the ranks that divide it.
-        plan: a user's plan; None takes the model's own.
+        plan: how modules are divided, by a user; None takes the model's own plan.
+
+    Returns:
+        The given model.
 
     Raises:
         ValueError: the model cannot be divided so; names the obstacle.
@@ -106,7 +111,7 @@ def divided(model: PreTrainedModel, replica: Replica, plan: Plan | None, fetch: 
     Args:
         model: the whole model; its parameters may be on torch's meta device.
         replica: the ranks that divide it.
-        plan: a user's plan; None takes the model's own.
+        plan: how modules are divided, by a user; None takes the model's own plan.
         fetch: given a parameter's name, the whole parameter and the part that this rank holds (None: all of it),
             returns the values of that part.
 

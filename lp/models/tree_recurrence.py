@@ -163,8 +163,8 @@ def convolution(
 
     Args:
         tree: the step's tree.
-        last_CK: the last K inputs of the prefix, the newest one last.
-        inputs_TC: inputs of the nodes.
+        last_CK: the last K inputs of the prefix, the newest one last; C channels, K taps.
+        inputs_TC: inputs of the T nodes.
         weight_CK, bias_C: weights and bias of the convolution; a bias of None: it has no bias.
 
     Returns:
@@ -185,7 +185,8 @@ def advanced_state(
 ) -> torch.Tensor:
     """The states of n layers after a path of P tokens: exp(G) S_0 + sum_j exp(G - G_j) left_j right_j^T.
 
-    G_j is the sum of the log decays up to token j, and G the sum over the whole path.
+    G_j is the sum of the log decays up to token j, and G the sum over the whole path. A state has H heads of R rows and
+    D columns.
 
     Args:
         state_nHRD: S_0, the states of the layers before the path.

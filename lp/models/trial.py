@@ -1,6 +1,6 @@
-"""The forward passes of the probe: a tree-shaped step after a few cached tokens, as it is and with a planted fault.
+"""The steps that the probe (the check that a model honours tree masks) runs, as they are and with a planted fault.
 
-T: nodes, N: keys, E: hidden size.
+A tree-shaped step follows a few cached tokens. T: nodes, N: keys, E: hidden size.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ BRANCHES = [[0, 1, 3, 5], [0, 2, 4, 6]]
 
 
 class StepRunner(Protocol):
-    """The attributes and methods of a model runner that the probe uses; see `lp.models.runner.ModelRunner`."""
+    """The attributes and methods of a model runner that the probe uses, to check that a model honours tree masks.
+
+    `lp.models.runner.ModelRunner` describes them.
+    """
 
     original: PreTrainedModel
     model: PreTrainedModel
@@ -76,12 +79,14 @@ class Fault:
 
 
 class Trial:
-    """Runs the probe's tree-shaped steps on a model, or on an excerpt of it, after a prefix that is cached first.
+    """Runs tree-shaped steps on a model, or on a few of its layers, to check that it honours tree masks.
+
+    The steps follow a prefix, which is cached first.
 
     Args:
-        runner: runs passes over the model or excerpt.
+        runner: runs passes over the model or its few layers.
         prefix: token ids to cache.
-        nodes: token ids of the step's nodes.
+        nodes: token ids of the nodes of a step.
     """
 
     def __init__(self, runner: StepRunner, prefix: list[int], nodes: list[int]) -> None:
@@ -94,7 +99,7 @@ class Trial:
         runner.prefill(prefix, self.cache, len(prefix))
 
     def step(self) -> torch.Tensor:
-        """Run the tree-shaped step without a fault; returns the outputs of its nodes, (T, E)."""
+        """Run the tree-shaped step without a fault; returns the outputs of its T nodes, (T, E), E the hidden size."""
         return self._run(self.visible, self.positions, True)
 
     def visible_keys(self, layer: int) -> torch.Tensor:
@@ -129,9 +134,10 @@ class Trial:
         return float(relative_error(faulty[node], step[node]).max())
 
     def after_commit(self) -> torch.Tensor:
-        """Commit the ancestors of the tree's last node, and compute this node in a step of its own; returns (1, E).
+        """Commit the ancestors of the tree's last node, and compute this node in a step of its own.
 
-        The result is the node's output.
+        Returns:
+            Output of the node, (1, E), E the hidden size.
         """
         self._run(self.visible, self.positions, True)
         self.cache.commit(BRANCHES[1][:-1])
@@ -143,11 +149,11 @@ class Trial:
 
 
 def planted(nodes: Sequence[int]) -> list[Fault]:
-    """List the faults that the probe plants in a step, one at a time, to see whether it would notice them.
+    """List the faults that are planted in a tree-shaped step, to see whether the check of tree masks notices them.
 
     Args:
         nodes: indices of the nodes that get faults: three for each, which sees one node too many, sees one too few, or
-            has another position.
+            has another position. The faults are planted one at a time.
     """
     faults = []
     visible = ancestors(PARENTS)
@@ -169,7 +175,7 @@ def planted(nodes: Sequence[int]) -> list[Fault]:
 
 
 def tokens_of(model: PreTrainedModel) -> list[int]:
-    """Choose token ids for the probe's prefix and step.
+    """Choose token ids for the tree-shaped step with which tree masks are checked, and for the prefix before it.
 
     They are from the middle of the vocabulary, since special tokens lie at its ends.
     """
@@ -191,7 +197,7 @@ def relative_error(outputs: torch.Tensor, references: torch.Tensor) -> torch.Ten
     """Error of each token's output relative to the spread of the reference.
 
     Args:
-        outputs, references: hidden states (T, E).
+        outputs, references: hidden states (T, E), T tokens of hidden size E.
 
     Returns:
         (T,): root mean square of the difference, divided by the standard deviation of the token's reference, or by 1
