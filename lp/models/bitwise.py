@@ -42,7 +42,7 @@ def runner_for(
     Args:
         model: the causal LM.
         attention: "auto", or the name of an attention backend.
-        capture: whether and how decode steps are captured, that is recorded once and then replayed.
+        capture: whether and how decode steps are captured, which means recorded once and then replayed.
         exact: "tokens" for plain decoding's tokens up to rounding, "bitwise" for its logits bit for bit; "auto" is
             "tokens".
         kv_dtype: dtype in which caches store keys and values: "int8", "fp8", or "auto" for the model's own.

@@ -46,7 +46,7 @@ LONGEST_PROMPT = 256  # tokens; a longer pass keeps a GPU busy while the host la
 
 
 def capture_mode(capture: Capture, model: PreTrainedModel, shifting: bool, backend: AttentionBackend) -> Capture | None:
-    """Choose how a model's decode steps are captured, that is recorded once for each size and then replayed.
+    """Choose how a model's decode steps are captured, which means recorded once for each size and then replayed.
 
     AUTO takes a CUDA graph on a GPU where nothing rules it out.
 

@@ -455,7 +455,7 @@ class StaticKVCache(Cache):
 
     @property
     def num_moves(self) -> int:
-        """Number of slots that the last commit left for the next step to move, so that accepted tokens are neighbours."""
+        """Number of slots that the last commit left for the next step to move, to make accepted tokens neighbours."""
         return len(self._moves[0])
 
     def take_moves(self) -> tuple[list[int], list[int]]:

@@ -1,7 +1,8 @@
 """The probe: check on a model itself, with a few tokens, that its decode steps honour a tree mask.
 
-Two branches of DEPTH tokens follow the last token `c` of a text. One step that computes both branches, as a tree of
-nodes, must give what plain causal passes over each branch give. So must a step after one branch has been committed.
+Two branches of DEPTH tokens follow the last token of a short sequence. One step that computes both branches, as a tree
+of nodes, must give what plain causal passes over each branch give. So must a step after one branch has been committed,
+that is, added to the cached prefix.
 
 1. The whole model runs such a step of three tokens in its own dtype: it must run, with finite logits.
 2. The result is judged on an excerpt, a few layers of the model in float32 (`lp.models.excerpt`). The largest error

@@ -76,7 +76,7 @@ def runner_of(
     Args:
         model: the causal LM.
         attention: "auto", or the name of an attention backend.
-        capture: whether and how decode steps are captured, that is recorded once and then replayed.
+        capture: whether and how decode steps are captured, which means recorded once and then replayed.
         exact: whether the runner must give a token the same bits in every pass: BITWISE if so. Each value has a runner
             of its own.
         kv_dtype: dtype in which caches store keys and values; AUTO: the model's own.

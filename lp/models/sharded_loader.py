@@ -55,7 +55,7 @@ def load_divided(
         replica: the ranks that divide the model.
         device: device to load the weights to.
         dtype: dtype for the weights; "auto" is the checkpoint's.
-        plan: how the user wants modules divided; None takes the model's own plan.
+        plan: a user's plan of how modules are divided; None takes the model's own plan.
         kwargs: `attn_implementation`, `trust_remote_code` and `local_files_only`, as transformers has them.
 
     Raises:

@@ -94,7 +94,7 @@ def divide(model: PreTrainedModel, replica: Replica, plan: Plan | None = None) -
     Args:
         model: the whole model; equal on every rank.
         replica: the ranks that divide it.
-        plan: how modules are divided, by a user; None takes the model's own plan.
+        plan: a user's plan of how modules are divided; None takes the model's own plan.
 
     Returns:
         The given model.
@@ -111,7 +111,7 @@ def divided(model: PreTrainedModel, replica: Replica, plan: Plan | None, fetch: 
     Args:
         model: the whole model; its parameters may be on torch's meta device.
         replica: the ranks that divide it.
-        plan: how modules are divided, by a user; None takes the model's own plan.
+        plan: a user's plan of how modules are divided; None takes the model's own plan.
         fetch: given a parameter's name, the whole parameter and the part that this rank holds (None: all of it),
             returns the values of that part.
 

@@ -86,7 +86,7 @@ def _is_merged(parameters: Sequence[nn.Parameter]) -> bool:
 
 
 def restore(model: nn.Module) -> None:
-    """Undo `laid_out` for all weights of a model: each weight gets contiguous memory of its own."""
+    """Give each weight of a model contiguous memory of its own again, which undoes what `laid_out` did."""
     with _LOCK, torch.inference_mode(False), torch.no_grad():
         for parameter in model.parameters():
             shared = parameter.untyped_storage().nbytes() > parameter.nbytes
