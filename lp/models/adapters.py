@@ -103,7 +103,7 @@ class AdapterRows(threading.local):
 
 
 def _rows(rows: list[int], device: torch.device) -> Rows:
-    """These rows, ascending: a slice where they lie one behind the other, as those of one text do."""
+    """These rows, ascending: as a slice where they are neighbours, as the rows of one sequence are."""
     if rows[-1] - rows[0] + 1 == len(rows):
         return slice(rows[0], rows[-1] + 1)
     return torch.tensor(rows, device=device)

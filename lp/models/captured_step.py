@@ -134,8 +134,9 @@ class StepInputs(NamedTuple):
     def _pad(self, start: int, num_sequences: int, cache: StaticKVCache) -> None:
         """Fill in the padding tokens, from token `start` on: the cache slots that their keys and values are written to.
 
-        Where a sequence has the cache to itself, these are the slots behind it. In a pool they are the spare slots, and
-        the padding counts as sequences of its own: as one, or as several in a step without any other sequence.
+        Where a sequence has the cache to itself, these are the slots after its tokens. In a pool they are the spare
+        slots, and the padding counts as sequences of its own: as one, or as several in a step without any other
+        sequence.
         """
         bucket = len(self.tokens_B)
         if not len(self.sequences_Q4):

@@ -290,7 +290,7 @@ class _Layer:
         self.mlp = _Mlp(layer.mlp) if is_plain_mlp(layer.mlp, architecture.prefix) else layer.mlp
 
     def __call__(self, x_TE: torch.Tensor, rotation: _Rotation, mask: Any, attend: _Attend) -> torch.Tensor:
-        """The residual stream behind the layer, (T, E), in the memory of the one before it."""
+        """The residual stream after the layer, (T, E), in the memory of the one before it."""
         kernels = attend.kernels
         h_TE = x_TE if self.before_attention is None else _normed(self.before_attention, x_TE, kernels)
         out = self._attention(h_TE, rotation, mask, attend)

@@ -196,7 +196,7 @@ def _texts_written(num_tokens: int, batch: int) -> tuple[int, int]:
 def _single_tokens(
     model: PreTrainedModel, beginnings: Sequence[Sequence[int]], batch: int, wait: Wait
 ) -> Iterator[Unit]:
-    """Every token of the vocabulary behind each beginning, whose keys and values are computed once."""
+    """Every token of the vocabulary after each beginning, whose keys and values are computed once."""
     device = model.get_input_embeddings().weight.device
     caches: dict[int, Any] = {}  # of the beginnings, made when a unit needs them
 
@@ -221,7 +221,7 @@ def _single_tokens(
 
 @torch.inference_mode()
 def _cache_of(model: PreTrainedModel, beginning: Sequence[int]) -> Any:
-    """The cache behind a beginning; None where it cannot be given to several texts, as with recurrent states."""
+    """The cache after a beginning; None where it cannot be given to several texts, as with recurrent states."""
     ids = torch.tensor([list(beginning)], dtype=torch.int64, device=model.get_input_embeddings().weight.device)
     if not ids.numel():
         return None
@@ -234,7 +234,7 @@ def _cache_of(model: PreTrainedModel, beginning: Sequence[int]) -> Any:
 def _written(
     model: PreTrainedModel, beginnings: Sequence[Sequence[int]], num_tokens: int, batch: int, seed: int, wait: Wait
 ) -> Iterator[Unit]:
-    """What the model said at every position of texts that it writes, behind the last tokens that there were."""
+    """What the model said at every position of texts that it writes, after the last tokens before it."""
     device = model.get_input_embeddings().weight.device
     eos = model.generation_config.eos_token_id if model.generation_config else None
     ends = torch.tensor([] if eos is None else eos, dtype=torch.int64, device=device).reshape(-1)
@@ -267,7 +267,7 @@ def _written(
 
 
 def _texts(beginning: Sequence[int], tokens: torch.Tensor, model: PreTrainedModel) -> torch.Tensor:
-    """The beginning with each of the tokens behind it, those that the model has an embedding of; int64 (B, length)."""
+    """The beginning with each of these tokens after it, int64 (B, length); ids without an embedding become the last."""
     before = torch.tensor(list(beginning), dtype=torch.int64, device=tokens.device).expand(len(tokens), -1)
     return torch.cat([before, tokens[:, None].clamp(max=embedded_tokens(model) - 1)], 1)
 
@@ -278,7 +278,7 @@ def _observed(contexts: torch.Tensor, logits: torch.Tensor) -> Observed:
 
 
 def _of_length(observed: Observed, length: int) -> Observed:
-    """The observations behind the last `length` tokens alone, where there are so many."""
+    """The observations after the last `length` tokens alone, where there are so many."""
     contexts = observed.contexts[:, -length:]
     there = contexts[:, 0] != NO_TOKEN
     return Observed(contexts[there], observed.tokens[there], observed.probs[there])

@@ -376,7 +376,7 @@ class Words:
         return bits
 
     def _unpacked(self, words: torch.Tensor, bits: int, along: int) -> torch.Tensor:
-        """Unpack the values of words, one behind the other along a dimension."""
+        """Unpack the values of words, side by side along a dimension."""
         places = torch.tensor(self.ACROSS if self._across else range(32 // bits), dtype=torch.int32) * bits
         values = words.unsqueeze(along + 1) >> places.reshape(-1, *[1] * (1 - along))
         unpacked: torch.Tensor = (values & 2**bits - 1).to(torch.int16).flatten(along, along + 1)

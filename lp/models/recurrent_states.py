@@ -182,7 +182,7 @@ class _Group:
         self.stash = self.stashes[room]
 
     def advance(self, path: Stash) -> None:
-        """Advance the states along a path of tokens, to the state behind its last one."""
+        """Advance the states along a path of tokens, to the state after its last one."""
         if self.shape.heads:
             left, right = (
                 part.repeat_interleave(self.shape.heads // part.shape[1], 1) for part in (path.left, path.right)

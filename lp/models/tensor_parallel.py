@@ -234,7 +234,7 @@ def _experts(name: str, module: nn.Module, replica: Replica, styles: Mapping[str
 
 
 def _in_each(replica: Replica, *sizes: int) -> tuple[tuple[int, int], ...]:
-    """This rank's part of each of several outputs that lie one behind the other."""
+    """This rank's part of each of several outputs that lie side by side."""
     ranges, start = [], 0
     for size in sizes:
         first, last = replica.part(size)
