@@ -1,1 +1,1 @@
-"""Load models, and run forward passes of them: captured steps, fused layers, KV caches, checks, tensor parallelism."""
+"""Load models and run their forward passes: captured steps, fused layers, KV caches, checks, tensor parallelism."""

@@ -1,8 +1,9 @@
 """LoRA adapters chosen per sequence: each token of a forward pass goes through the adapter of its own sequence.
 
-No adapter is merged into the weights. A layer's base product is computed once for all tokens of the pass, and what an
-adapter adds is computed for its own tokens alone, as PEFT computes it. A row is the hidden states of one token.
-T: tokens of a pass.
+No adapter is merged into the weights. A layer's base product is computed once for all tokens of the pass. What an
+adapter adds is computed, as PEFT computes it, for the tokens of the sequences that chose this adapter.
+
+T: tokens of the pass. A row is the hidden state of one token.
 """
 
 from __future__ import annotations
@@ -29,15 +30,16 @@ OTHER_ROWS = re.compile(r"(^|\.)(experts|lm_head)(\.|$)")
 class AdapterRows(threading.local):
     """Tells a model's LoRA layers which tokens of this thread's forward pass go through which adapter.
 
-    The model's runner sets it for the length of a pass (`of`); LoRA layers in the runner's view of the model read it
-    (`forward_of`).
+    The model's runner runs each pass within the context manager `of`, which sets the attributes. LoRA layers run the
+    function from `forward_of`, which reads them. A row is the hidden state of one token; T is the number of tokens in
+    the pass.
 
     Attributes:
-        groups: pairs of an adapter's name and its rows of the pass; empty outside `of`, and where no sequence has
-            chosen an adapter. Rows are a slice or int64 indices into the T tokens.
-        others: the rows of sequences that have chosen none, which go through the adapters that are active on the model;
-            None: there are no such rows.
-        num_rows: T; a LoRA layer that gets another number of rows raises an error.
+        groups: pairs of an adapter's name and the rows that go through it: a slice, or int64 indices into the T tokens.
+            Empty outside of `of`, and where no sequence has chosen an adapter.
+        others: rows of sequences that have chosen no adapter, which go through the adapters that are active on the
+            model; None: there are no such rows.
+        num_rows: T, for a check: a LoRA layer that gets another number of rows raises an error.
     """
 
     def __init__(self) -> None:
@@ -47,10 +49,12 @@ class AdapterRows(threading.local):
 
     @contextmanager
     def of(self, trees: Sequence[TreePass], device: torch.device) -> Iterator[None]:
-        """Within the block, this thread's forward passes compute the tokens of these sequences, in this order.
+        """Context manager for one forward pass: its tokens go through the adapters that their sequences have chosen.
+
+        Only passes that this thread runs within the block are affected.
 
         Args:
-            trees: the tokens of each sequence, with the adapter that it has chosen, in the order of the pass.
+            trees: each sequence's tokens and the name of its adapter, in the order in which the pass computes them.
             device: the model's device.
         """
         if all(tree.adapter is None for tree in trees):
@@ -70,12 +74,16 @@ class AdapterRows(threading.local):
             self.groups, self.others = [], None
 
     def forward_of(self, module: nn.Module) -> Callable[..., torch.Tensor] | None:
-        """The function that runs instead of a LoRA layer's forward in the runner's view of the model; None: none does.
+        """Give the function that replaces a LoRA layer's forward, so that each token goes through its own adapter.
 
-        The function is called with the layer's copy, the copy's own forward and the arguments of the call.
+        The runner installs the function in its own view of the model, a copy of the modules over the same weights. It
+        is called with the layer's copy, the copy's own forward and the arguments of the call.
 
         Args:
-            module: any module of the model; only plain LoRA layers are replaced.
+            module: any module of the model.
+
+        Returns:
+            The function; None for a module that is not a plain LoRA layer, which keeps its own forward.
         """
         return self._forward if _is_lora_linear(module) else None
 
@@ -95,7 +103,7 @@ class AdapterRows(threading.local):
 
 
 def _rows(rows: list[int], device: torch.device) -> Rows:
-    """These rows, ascending: a slice where they lie one behind the other, as those of one text do."""
+    """These rows, ascending: as a slice where they are neighbours, as the rows of one sequence are."""
     if rows[-1] - rows[0] + 1 == len(rows):
         return slice(rows[0], rows[-1] + 1)
     return torch.tensor(rows, device=device)

@@ -1,7 +1,7 @@
 """How the decoder layers of transformers' architectures differ from Llama's, for `lp.models.fused` to rebuild them.
 
 An architecture is recognised by the exact classes of its modules. A class that a user wrote, or that a library has put
-in the place of transformers' own, is not recognised: its layers run as they are.
+in the place of transformers' own, is not recognised: its layers run unfused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ from lp.models.skipped_layer import SkippedLayer
 
 
 class NormRule(Enum):
-    """Where an RMS norm rounds to the model's dtype; it always divides in float32."""
+    """Where an RMS norm rounds from float32 to the model's dtype: before or after it multiplies by the weight.
+
+    ROUNDED: before. WIDE: after. OFFSET: after, and it multiplies by 1 + weight. The division by the root mean square
+    is always computed in float32.
+    """
 
     ROUNDED = auto()  # before the product with the weight
     WIDE = auto()  # after it
@@ -34,14 +38,15 @@ class Architecture:
 
     Attributes:
         prefix: start of transformers' class names, such as "Llama" in LlamaForCausalLM and LlamaDecoderLayer.
-        base: rest of the class name of the decoder inside the causal LM, such as "Model" in LlamaModel.
-        norm: where all norms of the architecture round.
-        attention_norms, mlp_norms: names of the layer's norms before and after the block; None where it has none.
-        window: where the sliding window that the attention function gets is looked up: "attention" (the attention
-            module), "config", or None: the function gets none.
+        base: how the decoder's class name continues after the prefix, such as "Model" in LlamaModel.
+        norm: where all RMS norms of the architecture round to the model's dtype.
+        attention_norms, mlp_norms: names of the norm before and the norm after attention, or the MLP; None in the place
+            of a norm that the architecture does not have.
+        window: where the size of the sliding window is looked up that the attention function gets: "attention" (on the
+            attention module) or "config"; None: the function gets no window.
         softcap: whether the attention function gets a cap of the attention scores.
         rotary_by_kind: whether sliding-window and full-attention layers have different rotary frequencies.
-        multipliers: whether the config scales embeddings, residuals and logits, as Granite's does.
+        multipliers: whether the config has factors that embeddings, residuals and logits are scaled by, as Granite's.
         capped_logits: whether the config may cap the logits (`final_logit_softcapping`).
     """
 
@@ -97,7 +102,10 @@ _MLPS = [{"gate_proj", "up_proj", "down_proj", "act_fn"}, {"gate_up_proj", "down
 
 
 class Unknown(Exception):
-    """Some part of a model is not what its architecture says, so its layers cannot be fused; the message names it."""
+    """Raised where some part of a model is not exactly transformers' own, so that its layers cannot be fused.
+
+    The message names the part.
+    """
 
 
 def architecture_of(model: PreTrainedModel) -> Architecture:
@@ -109,7 +117,8 @@ def architecture_of(model: PreTrainedModel) -> Architecture:
         model: the causal LM.
 
     Raises:
-        Unknown: a class, a child module, a hook or a mode (training) is not known; the message names it.
+        Unknown: a part has another class or other child modules, has a hook, or is in training mode; the message names
+            it.
     """
     path = type(model).__module__
     name = path.rpartition(".modeling_")[2]
@@ -140,12 +149,12 @@ def architecture_of(model: PreTrainedModel) -> Architecture:
 
 
 def running(layers: Iterable[Any]) -> list[Any]:
-    """The decoder layers that compute something: all but those that a view of the model skips (`SkippedLayer`)."""
+    """List the decoder layers that a view of the model runs, without those that the view skips (`SkippedLayer`)."""
     return [layer for layer in layers if not isinstance(layer, SkippedLayer)]
 
 
 def is_plain_mlp(mlp: nn.Module, prefix: str) -> bool:
-    """Whether an MLP is Llama's, down(activation(gate) x up), and so can be fused; others run as they are.
+    """Whether an MLP is transformers' own and computes down(activation(gate) x up), so that it can be fused.
 
     Args:
         mlp: the MLP of a decoder layer.
@@ -170,13 +179,13 @@ def _check(module: nn.Module, path: str, name: str, children: set[str], allowed:
 
 
 def is_unhooked(module: nn.Module) -> bool:
-    """Whether calling a module does no more than its class's `forward` in eval mode: fused code may replace it."""
+    """Whether calling a module runs its class's `forward` in eval mode and nothing else, so that it can be fused."""
     state = vars(module)
     return not (module.training or "forward" in state or any(state[name] for name in HOOKS))
 
 
 def check_unhooked(module: nn.Module) -> None:
-    """Refuse a module whose call does more than its class's `forward` in eval mode: fused layers would leave that out.
+    """Refuse a module whose call does more than its class's `forward`, since fused layers would leave out the rest.
 
     Raises:
         Unknown: the module has a hook or a `forward` of its own, or is in training mode.

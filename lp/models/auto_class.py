@@ -10,13 +10,16 @@ from lp.models.prompt_images import EXACT
 
 
 def auto_class(config: Any) -> Any:
-    """The automatic class of transformers that loads a checkpoint with this config.
+    """Choose the automatic class of transformers that loads a checkpoint: for causal LMs, or for images and text.
 
     A model type that both classes know, such as Qwen 3.5, is loaded with its vision part if the config's
     `architectures` name the class that has it.
 
     Args:
         config: the checkpoint's config, from AutoConfig.
+
+    Returns:
+        AutoModelForCausalLM or AutoModelForImageTextToText.
     """
     if config.model_type not in EXACT or (kind := _class_in(AutoModelForImageTextToText, config)) is None:
         return AutoModelForCausalLM

@@ -1,17 +1,18 @@
 """The mode `exact="bitwise"`: lookahead gives the logits of plain decoding bit for bit, in every dtype.
 
-A token's logits follow from the KV of the tokens before it and from its own row. If that KV has plain decoding's bits,
-so have the token's logits and its own KV, provided that
+A token's logits follow from the KV of the tokens before it and from the token itself. Where that KV has the bits that
+plain decoding gives it, the token's logits and its own KV have plain decoding's bits, too, provided that
 
-1. a row of a layer has the same bits in every pass: passes are padded to widths that the model itself was asked about
-   (`lp.models.equal_widths`), with the threads that it runs with, and so are the rows of an expert
-   (`lp.models.experts_by_row`);
-2. attention adds up by position alone, wherever keys lie and whoever shares the pass (`lp.attention.by_position`);
-3. ranks that divide a model add up in their order (`lp.parallel.replica.InRankOrder`).
+1. a row, which is the hidden state of one token, gets the same bits in every forward pass. So passes are padded to
+   numbers of tokens (widths) at which this very model was found to give the same bits, with the number of threads that
+   it runs with (`lp.models.equal_widths`). The inputs of experts are padded likewise (`lp.models.experts_by_row`);
+2. attention adds up keys by their positions alone, whichever cache slots they lie in and whichever sequences share the
+   pass (`lp.attention.by_position`);
+3. ranks that divide a model add up in the order of their numbers (`lp.parallel.replica.InRankOrder`).
 
-The first token of a prompt has no KV before it, so by induction every token that is accepted, or of a prompt, has the
-KV that plain decoding in this mode gives it: with any W, N and G, on any number of ranks that share steps, alone or
-beside other texts, behind a reused prefix.
+The first token of a prompt has no KV before it. So by induction every prompt token and every accepted token has the KV
+that plain decoding in this mode gives it. This holds with any W, N and G (the sizes of lookahead's window, n-grams and
+guess sets), on any number of ranks that share steps, alone or in a batch, and after a reused prefix.
 """
 
 from __future__ import annotations
@@ -36,16 +37,19 @@ REMEDY = "choose exact=tokens"
 def runner_for(
     model: PreTrainedModel, attention: str, capture: Capture, exact: str, kv_dtype: str = KVDtype.AUTO
 ) -> ModelRunner:
-    """The model's runner for a decoder's settings, among them `exact="bitwise"`; equal settings share one runner.
+    """Get the model's runner for a decoder's settings, among them `exact="bitwise"`; equal settings share one runner.
 
     Args:
-        model, attention, capture: see `runner_of`.
-        exact: a value of `Exact`: "auto", "tokens" or "bitwise".
-        kv_dtype: a value of `KVDtype`: "auto", "int8" or "fp8".
+        model: the causal LM.
+        attention: "auto", or the name of an attention backend.
+        capture: whether and how decode steps are captured, which means recorded once and then replayed.
+        exact: "tokens" for plain decoding's tokens up to rounding, "bitwise" for its logits bit for bit; "auto" is
+            "tokens".
+        kv_dtype: dtype in which caches store keys and values: "int8", "fp8", or "auto" for the model's own.
 
     Raises:
-        ValueError: an unknown value, or what `runner_of` refuses; for "bitwise" also a model or another setting that
-            makes the mode impossible, by name and with the remedy.
+        ValueError: a value is unknown, `runner_of` refuses the model, or "bitwise" is impossible with this model or
+            with another setting; names the cause and, for "bitwise", the remedy.
     """
     if exact not in list(Exact):
         raise UserError(f"exact is {exact!r}; it must be one of {', '.join(Exact)}")
@@ -66,7 +70,8 @@ def check_step_tokens(runner: ModelRunner, num_tokens: int) -> None:
     """Refuse a config whose decode steps have more tokens than a pass may have in `exact="bitwise"`.
 
     Args:
-        runner: the decoder's runner; without `widths` it has no such limit.
+        runner: the decoder's runner; its largest width (number of tokens that passes are padded to) is the limit. A
+            runner without widths has no limit.
         num_tokens: tokens of the config's largest step.
 
     Raises:

@@ -1,7 +1,10 @@
 """Captured decode steps over several sequences, whose KV caches lie in one pool.
 
-A captured step replays fixed kernels, so the place of each sequence in the pool is data that the step reads.
-Q: places for sequences in a step. M: cache slots that a step moves for the commits before it.
+A captured step replays a fixed recording of GPU work. So the place of each sequence in the pool is not recorded: it is
+among the inputs that the step reads.
+
+Q: places for sequences in a step. M: cache slots that a step can move, to bring the tokens that earlier steps accepted
+side by side.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ MASKED_SLOTS = 16384  # size of a pool up to which attention may read all slots,
 class CapturedForests:
     """Runs forward passes over several sequences as captured steps (recorded GPU work that is replayed) where it can.
 
-    Other passes run by `ModelRunner.forward_trees`.
+    Other passes run uncaptured, by `ModelRunner.forward_trees`.
 
     Args:
         runner: runs the model's passes.
@@ -60,7 +63,7 @@ class CapturedForests:
         return not self._given_up and captures_forests(self.runner, self.pool.capacity)
 
     def replays(self, cache: StaticKVCache) -> bool:
-        """Whether decode steps of a sequence can be captured here.
+        """Whether decode steps of this sequence can run as captured steps, recorded GPU work that is replayed.
 
         Args:
             cache: the sequence's KV cache; steps are captured only over caches in the pool.
@@ -68,13 +71,13 @@ class CapturedForests:
         return self.captures and cache in self.pool
 
     def forward(self, trees: Sequence[TreePass]) -> PassLogits:
-        """Compute the tokens of one or more sequences in one pass, by a captured step if there is one of this size.
+        """Compute the tokens of one or more sequences in one forward pass, by replaying a captured step where possible.
 
         Args:
             trees: the tokens of each sequence, at least one.
 
         Returns:
-            The logits of each tree's `logits_indices`, in the order of the trees; valid until the next step.
+            Logits of the tokens at each tree's `logits_indices`, in the order of the trees; valid until the next step.
         """
         num_tokens = sum(len(tree.tokens) for tree in trees)
         in_pool = all(tree.cache in self.pool and tree.adapter is None for tree in trees)
@@ -129,7 +132,10 @@ class CapturedForests:
             self._copied = None
 
     def message_read(self) -> None:
-        """Note that the host has read the last step's results: the device is done with the step's input block."""
+        """Note that the host has read the last step's results, so the next step can write its inputs without waiting.
+
+        The device is then done with the last step's input block, which the next step overwrites.
+        """
         self._copied = None
 
     def _run(self, step: CapturedStep, trees: Sequence[TreePass]) -> PassLogits:
@@ -140,9 +146,9 @@ class CapturedForests:
         return PassLogits(logits_BV, [len(tree.logits_indices) for tree in trees], step)
 
     def note_copy(self) -> None:
-        """Note that the device now has work that reads the inputs of the step from pinned host memory.
+        """Note that the device was given work that reads a step's inputs from pinned host memory.
 
-        The next step waits until that work is done, before it writes its own inputs there.
+        The next step waits until that work is done, before it writes its own inputs to that memory.
         """
         if self.runner.device.type == "cuda":
             self._copied = torch.cuda.Event()
@@ -150,13 +156,13 @@ class CapturedForests:
 
 
 def captures_forests(runner: ModelRunner, num_slots: int) -> bool:
-    """Whether this runner captures passes over several sequences in one pool of cache slots.
+    """Whether forward passes over several sequences run as captured steps, recorded GPU work that is replayed.
 
-    It does not where attention would have to read all slots of a pool that is large (`MASKED_SLOTS`).
+    They do not where attention would have to read all slots of a large pool, of more than `MASKED_SLOTS` slots.
 
     Args:
         runner: runs the model's passes.
-        num_slots: slots of the sequences' pool.
+        num_slots: slots of the pool that holds the sequences' keys and values.
     """
     captured = runner.captured
     if captured is None or not captured.recorder.recording or not runner.takes_forests:
@@ -165,23 +171,23 @@ def captures_forests(runner: ModelRunner, num_slots: int) -> bool:
 
 
 def reads_all_slots(runner: ModelRunner) -> bool:
-    """Whether attention in captured passes over several sequences reads all slots of the pool.
+    """Whether attention in captured passes over several sequences reads all slots of their pool.
 
-    It does where it needs a mask, and where keys and values are stored quantised; else it reads each sequence's slots
-    alone.
+    Captured passes are recorded once and then replayed. They read all slots where the attention backend needs a mask,
+    and where keys and values are stored quantised. Otherwise they read each sequence's own slots only.
     """
     return not (runner.backend.takes_pools and runner.masks.kinds == {FULL} and runner.kv_dtype is KVDtype.AUTO)
 
 
 def pool_for(runner: ModelRunner, num_slots: int) -> KVPool:
-    """Allocate the KV cache slots of all sequences that an engine decodes together.
+    """Allocate one pool of KV cache slots for all sequences that an engine decodes together.
 
     Args:
         runner: runs the model's passes.
-        num_slots: slots for the sequences' tokens; spare ones for padding are added where passes are captured.
+        num_slots: slots for the sequences' tokens; where passes are captured, spare slots for padding are added.
 
     Raises:
-        CacheTooLarge: the device has no room for them.
+        CacheTooLarge: the device has no room for the slots.
     """
     if not captures_forests(runner, num_slots):
         return KVPool(runner.known_kinds, num_slots, runner.cache_without_buffers)

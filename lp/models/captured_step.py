@@ -1,9 +1,10 @@
 """A captured decode step of one size: the input block that the host fills, and the device work that replays over it.
 
+How many tokens are cached, and in which slots, are inputs, and not fixed by the recording. Tokens are written to the
+slots that the block names, and a mask hides all slots after them.
+
 T: step tokens, B: tokens of the step's bucket (T with padding), Q: places for sequences, V: vocabulary size, M: cache
-slots that a step moves for the commits before it, W: int64 words that have a bit for each of B tokens.
-How much is cached, and where, is data and no shape: tokens are written to the slots that the block names, and a mask
-hides all slots behind them.
+slots that a step can move to bring accepted tokens side by side, W: int64 words that have a bit for each of B tokens.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ class BlockShape(NamedTuple):
 
     Attributes:
         bucket: B, tokens of the step, padding included.
-        moves: M, how many cache slots the step can move for the commits before it; further ones are moved before it
-            runs.
-        places: Q, sequences that a step over a pool can have, some of them for padding; 0: one sequence has the cache
-            to itself.
+        moves: M, how many cache slots the step can move, to bring the tokens that earlier steps accepted side by side;
+            further slots are moved before the step runs.
+        places: Q, how many sequences a step over a pool can have, sequences of padding included; 0: the step has one
+            sequence, which has the cache to itself.
     """
 
     bucket: int
@@ -49,21 +50,23 @@ class BlockShape(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    """What a captured step reads, as parts of one block of int64s: NumPy arrays on the host, tensors on the device.
+    """The inputs of a captured step, as parts of one block of int64s: NumPy arrays on the host, tensors on the device.
 
-    A single copy of the block hands all of it to the device. Tokens of several sequences lie one behind the other, and
-    padding behind them.
+    A single copy of the block hands all inputs to the device. The tokens of several sequences follow one another, and
+    padding comes last. B: tokens, padding included; M: slots to move; Q: places for sequences; W: int64s that hold B
+    bits.
 
     Attributes:
         tokens_B: token ids.
         positions_B: positions of the tokens in their sequences, for masks.
-        rotary_B: positions for the rotary embedding, which differ from `positions_B` behind images of some models.
+        rotary_B: positions for the rotary embedding; in some models those after an image differ from `positions_B`.
         logits_indices_B: indices of the tokens whose logits are computed, then padding.
         slots_B: cache slot that each token's keys and values are written to.
         sequence_B: number of each token's sequence: its row of `sequences_Q4`.
-        sources_M, targets_M: slots that the commits before the step move from and to; padding moves a slot to itself.
-        sequences_Q4: each sequence's first token in the step, its number of tokens in the step, its first slot in
-            the pool and its number of cached tokens; the rows behind all sequences are padding.
+        sources_M, targets_M: slots that the step moves from and to before it computes, so that the tokens accepted
+            before lie side by side; padding moves a slot to itself.
+        sequences_Q4: a row for each sequence: index of its first token in the step, its number of tokens in the step,
+            its first slot in the pool, and its number of cached tokens. Rows after the last sequence are padding.
         visible_BW: bits; token i sees token j of the step if bit j % 64 of word j // 64 in row i is set.
     """
 
@@ -80,23 +83,24 @@ class StepInputs(NamedTuple):
 
     @classmethod
     def parts(cls, block: Any, shape: BlockShape) -> StepInputs:
-        """Divide a block of int64s into the inputs of a captured step, as views.
+        """Divide a block of int64s into the inputs of a captured step, which are views of the block.
 
         Args:
             block: an array or a tensor with as many int64s as all `shape.sizes` together.
-            shape: the sizes of the block.
+            shape: the sizes of the inputs.
         """
         ends = itertools.accumulate(shape.sizes, initial=0)
         *flat, sequences, visible = (block[start:end] for start, end in itertools.pairwise(ends))
         return cls._make([*flat, sequences.reshape(shape.places, 4), visible.reshape(shape.bucket, -1)])
 
     def fill(self, trees: Sequence[TreePass], cache: StaticKVCache) -> None:
-        """Write the next step's passes into the block, on the host.
+        """Write the next step's inputs into the block, on the host: the sequences' tokens, and cache slots to move.
 
-        Slots that the sequences' last commits have left to move are moved by the step too.
+        Slots are moved where the last commit of a sequence left the accepted tokens scattered.
 
         Args:
-            trees: one for each sequence; none: the step computes padding alone and changes nothing that is cached.
+            trees: the tokens of each sequence; if empty, the step computes padding alone and changes nothing that is
+                cached.
             cache: the cache that the step reads and writes: the sequence's own, or all slots of the pool.
         """
         self.logits_indices_B[:] = self.tokens_B[:] = self.positions_B[:] = self.rotary_B[:] = 0
@@ -130,8 +134,9 @@ class StepInputs(NamedTuple):
     def _pad(self, start: int, num_sequences: int, cache: StaticKVCache) -> None:
         """Fill in the padding tokens, from token `start` on: the cache slots that their keys and values are written to.
 
-        Where a sequence has the cache to itself, these are the slots behind it. In a pool they are the spare slots, and
-        the padding counts as sequences of its own: as one, or as several in a step without any other sequence.
+        Where a sequence has the cache to itself, these are the slots after its tokens. In a pool they are the spare
+        slots, and the padding counts as sequences of its own: as one, or as several in a step without any other
+        sequence.
         """
         bucket = len(self.tokens_B)
         if not len(self.sequences_Q4):
@@ -149,7 +154,7 @@ class StepInputs(NamedTuple):
 
 
 class StepTensors(NamedTuple):
-    """Inputs of a captured step on the device, which work that is captured to run behind it reads, such as sampling.
+    """Inputs of a captured step on the device, for work that is captured to run after the step, such as sampling.
 
     Attributes:
         tokens_B: int64, the step's token ids, then padding.
@@ -164,15 +169,17 @@ class StepTensors(NamedTuple):
 
 @dataclass(frozen=True)
 class CapturedStep:
-    """A captured decode step of one size, its bucket: `stage` writes its inputs, `run` computes it.
+    """A captured decode step with a fixed number of tokens, its bucket: `stage` writes its inputs, `run` replays it.
 
     Attributes:
-        cache: the KV cache that it reads and writes: one sequence's, or all slots of a pool.
-        host: its input block in host memory, int64, pinned for a GPU; the step begins with the copy to the device.
-        inputs: the parts of `host`, as arrays.
+        cache: the KV cache that the step reads and writes: one sequence's, or all slots of a pool.
+        host: the step's input block in host memory, int64, pinned for a GPU. The step begins by copying it to the
+            device.
+        inputs: the parts of `host`, as NumPy arrays.
         tensors: the step's inputs on the device.
         run: computes the step and returns its logits (B, V), B tokens of the bucket; the next run overwrites them.
-        tails: work that was captured to run behind the step, such as sampling, by the settings it was captured for.
+        tails: further work that was captured to run after the step, such as sampling, by the settings it was captured
+            with.
     """
 
     cache: StaticKVCache
@@ -185,18 +192,18 @@ class CapturedStep:
     def stage(self, trees: Sequence[TreePass]) -> None:
         """Write the tokens of these sequences into the step's input block, so that the next run computes them.
 
-        The device must have copied what the block held before.
+        Call it only once the device has copied the previous content of the block.
 
         Args:
-            trees: one for each sequence.
+            trees: the tokens of each sequence.
         """
         self.inputs.fill(trees, self.cache)
         self.cache.begin_replay(len(self.inputs.tokens_B))
 
     def run_empty(self) -> torch.Tensor:
-        """Run the step on padding alone, so that work behind it can be captured; returns its logits (B, V).
+        """Run the step on padding alone, so that work after it can be captured; returns its logits (B, V).
 
-        Nothing that is cached changes.
+        No cached token changes.
         """
         self.inputs.fill([], self.cache)
         return self.run()
@@ -221,11 +228,11 @@ def _moves(caches: Sequence[StaticKVCache], most: int) -> tuple[list[int], list[
 
 
 def fill_visible(visible_BW: np.ndarray, parents: Sequence[int] | np.ndarray) -> None:
-    """Set the bits for what each token of a step sees: its parent, all that the parent sees, and itself.
+    """Write as bits which tokens each token of a step sees: its parent, all that the parent sees, and itself.
 
     Args:
-        visible_BW: int64; row i has bit j % 64 of word j // 64 set if token i sees token j.
-        parents: index of each token's parent, which comes before it; -1: it has none, as padding.
+        visible_BW: int64, written to: bit j % 64 of word j // 64 in row i is set if token i sees token j.
+        parents: index of each token's parent, which comes before it; -1: the token has no parent, as a root or padding.
     """
     _fill_bits(compiled_array(visible_BW.view(np.uint64)), compiled_ints(parents))
 

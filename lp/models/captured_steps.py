@@ -1,6 +1,6 @@
 """Captured decode steps of a sequence: padded to a few sizes, so that a step is one replay of kernels recorded before.
 
-B: tokens of a step's bucket, C: capacity of a cache in slots, V: vocabulary size.
+B: tokens of a step's bucket (one of those sizes), C: capacity of a cache in slots, V: vocabulary size.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ LONGEST_PROMPT = 256  # tokens; a longer pass keeps a GPU busy while the host la
 
 
 def capture_mode(capture: Capture, model: PreTrainedModel, shifting: bool, backend: AttentionBackend) -> Capture | None:
-    """Choose how a model's decode steps are captured; `auto` takes a CUDA graph on a GPU where nothing rules it out.
+    """Choose how a model's decode steps are captured, which means recorded once for each size and then replayed.
+
+    AUTO takes a CUDA graph on a GPU where nothing rules it out.
 
     Args:
         capture: the user's choice.
@@ -58,7 +60,7 @@ def capture_mode(capture: Capture, model: PreTrainedModel, shifting: bool, backe
         GRAPH or COMPILE; None: steps are not captured.
 
     Raises:
-        ValueError: an explicit choice that is impossible here; names why and a remedy.
+        ValueError: the user's choice, other than AUTO, is impossible here; names the reason and a remedy.
     """
     device = model.get_input_embeddings().weight.device
     obstacle = backend.capture_obstacle
@@ -80,29 +82,30 @@ def capture_mode(capture: Capture, model: PreTrainedModel, shifting: bool, backe
 
 
 class CapturedSteps:
-    """Captures a model's decode steps when they are first needed, and owns the KV caches and graphs that these use.
+    """Records a model's decode steps when they are first needed, and owns the KV caches and graphs that the steps use.
 
-    Generations take turns with its cache. One that starts while another runs gets a cache of its own, and its steps are
-    not captured.
+    Generations take turns with its cache. A generation that starts while another one runs gets a cache of its own, and
+    its steps are not captured.
 
     Args:
         model: the model on its device, or its fused layers.
         masks: builds the masks for its attention backend.
-        mode: GRAPH records the model's own kernels, COMPILE what torch.compile makes of them (recorded on a GPU); OFF
-            runs them over the same buffers without recording: for the probe, and where there is no GPU.
-        known: how many keys and values of each kind the model has, see `StaticKVCache`.
+        mode: GRAPH records the model's own kernels, COMPILE the kernels that torch.compile makes of it (recorded on a
+            GPU). OFF runs the model over the same buffers without recording: to check its masks, and where there is no
+            GPU.
+        known: how many key and value tensors of each kind (size, dtype, device) all layers have, see `StaticKVCache`.
         recurrent: shape of the recurrent state by layer, see `HybridCache`; empty: the model has no recurrent layers.
         replica: the ranks that the model is divided among; None: this rank has all of it.
         cache_keyword: the argument of the model's forward that takes the cache, such as "past_key_values".
-        buckets: numbers of tokens that a step may have, ascending; other steps are padded.
+        buckets: numbers of tokens that a captured step may have, ascending; a step is padded to the next of them.
         may_round: whether steps may run kernels that round differently from the operations of uncaptured passes.
-        kv_dtype: how caches store keys and values.
+        kv_dtype: dtype in which caches store keys and values.
 
     Attributes:
         cache: cache of the generation that is running, or of the last one; None before the first.
         reserved: whether a running generation has the cache.
-        shared: further device memory that captured work reads, by its purpose and what its size depends on.
-        kernels: kernels that run in the place of torch's operations, where layers are fused.
+        shared: further buffers on the device that captured work uses, by purpose and what their size depends on.
+        kernels: Triton kernels that run in the place of torch's operations, where layers are fused.
     """
 
     def __init__(
@@ -141,16 +144,16 @@ class CapturedSteps:
         self.kernels = model.choose_kernels(self.replica, may_round) if fused else NO_KERNELS
 
     def empty_cache(self, capacity: int) -> StaticKVCache:
-        """The cache for a generation: the smallest with enough slots, emptied; a new one where none is large enough.
+        """Get an empty cache for a generation: the smallest that is large enough, or else a new one.
 
-        A new cache has at least 1.5 times the slots of the largest before it. Smaller ones stay for shorter texts,
-        unless memory is short.
+        A new cache has at least 1.5 times the slots of the largest cache so far. Smaller caches stay for shorter
+        sequences, unless memory is short.
 
         Args:
-            capacity: slots that prefix and step need; those for a step's padding are added.
+            capacity: slots that the prefix and the tokens of a step need; slots for a step's padding are added.
 
         Raises:
-            CacheTooLarge: the device has no room for it.
+            CacheTooLarge: the device has no room for the cache.
         """
         needed = capacity + SPARE_SLOTS
         self.cache = next((cache for cache in self._caches if cache.capacity >= needed), None)
@@ -166,18 +169,18 @@ class CapturedSteps:
         return self.cache
 
     def fits(self, num_tokens: int) -> bool:
-        """Whether a step of so many tokens is small enough to be captured: the largest bucket has room for it."""
+        """Whether a step of so many tokens is small enough to be captured: it fits into the largest size (bucket)."""
         return num_tokens <= self.buckets[-1]
 
     def staged(self, tree: TreePass) -> CapturedStep:
-        """The captured step that computes this pass, with its inputs written; `run` is left to the caller.
+        """Prepare the captured step that computes this pass: write its inputs, and leave it to the caller to `run` it.
 
-        The pass is over the cache of the generation that is running. The device must have copied the inputs of the step
-        before: the caller has waited for that if it has read that step's results, and behind `run_unread` this call
-        waits.
+        The pass must be over the cache of the generation that is running. Inputs overwrite those of the step before,
+        which the device must have copied. A caller that has read that step's results has waited for the copy already.
+        After `run_unread`, this call waits for it.
 
         Args:
-            tree: the sequence's tokens.
+            tree: the sequence's tokens, and which of them each one sees.
 
         Raises:
             CaptureFailed: the step can't be captured.
@@ -190,10 +193,10 @@ class CapturedSteps:
         return step
 
     def takes_prompt(self, num_tokens: int) -> bool:
-        """Whether a chunk of a prompt is to run as a captured step; one is captured when such chunks have come often.
+        """Whether a chunk of a prompt is to run as a captured step, which is captured once such chunks have come often.
 
         A host takes some 15 ms to launch the kernels of 30 layers one by one, and a GPU a tenth of that to run them.
-        If a capture fails, no further one is tried for prompts, which run uncaptured as well.
+        Once a capture has failed, no other one is tried for prompts: they run uncaptured.
 
         Args:
             num_tokens: tokens of the chunk.
@@ -215,9 +218,15 @@ class CapturedSteps:
         return not self._prompts_given_up
 
     def run_unread(self, step: CapturedStep) -> torch.Tensor:
-        """Run a staged step whose results the host does not wait for, such as a prompt's; returns its logits (B, V).
+        """Run a captured step that `staged` prepared, without waiting for its results, as for a prompt.
 
         The next `staged` waits until the device has copied the step's inputs.
+
+        Args:
+            step: the prepared step.
+
+        Returns:
+            Logits (B, V), B tokens of the step with its padding, V the vocabulary size.
         """
         logits = step.run()
         if self.device.type == "cuda":
@@ -226,7 +235,7 @@ class CapturedSteps:
         return logits
 
     def step_of(self, num_tokens: int) -> CapturedStep:
-        """The captured step with room for so many tokens, of the smallest bucket that has it; captured now if need be.
+        """Get the captured step of the smallest size with room for so many tokens; captures it if it doesn't exist yet.
 
         Raises:
             CaptureFailed: the step can't be captured.
@@ -244,7 +253,7 @@ class CapturedSteps:
         return self._steps[key]
 
     def steps_up_to(self, num_tokens: int) -> list[CapturedStep]:
-        """Capture the steps of all buckets up to that of so many tokens, so that none is captured while decoding.
+        """Capture steps of all sizes up to the one that fits so many tokens, so that none is captured while decoding.
 
         Returns:
             The captured steps, by size, ascending.
@@ -261,11 +270,11 @@ class CapturedSteps:
 
         Args:
             inputs: the step's inputs, on the device.
-            visible_BB: bool; [i, j]: token i sees token j of the step.
+            visible_BB: bool; [i, j]: token i sees token j of the step, which has B tokens, padding included.
             cache: the cache that the step reads and writes.
 
         Returns:
-            Logits (B, V) of the tokens at `inputs.logits_indices_B`.
+            Logits (B, V) of the tokens at `inputs.logits_indices_B`, V the vocabulary size.
         """
         slots_B, dtype = inputs.slots_B, self.masks.dtype
         view: View
@@ -290,7 +299,10 @@ class CapturedSteps:
         return logits
 
     def settle(self) -> None:
-        """Wait for a step that was interrupted or whose results were not read: the device may still read its inputs."""
+        """Wait until the device is done with a step that was interrupted, or whose results were not read.
+
+        Until then it may still read the step's inputs.
+        """
         if self.device.type == "cuda" and not self.replica.lost:
             self.replica.wait_for(torch.cuda.current_stream(self.device).record_event())
 
@@ -314,11 +326,11 @@ class CapturedSteps:
         return cache
 
     def capture(self, cache: StaticKVCache, shape: BlockShape) -> CapturedStep:
-        """Capture the decode step of one bucket: record its work on the device, to be replayed.
+        """Capture a decode step of one size: record its work on the device, to be replayed.
 
         Args:
-            cache: the cache that it reads and writes: one sequence's, or all slots of a pool.
-            shape: the sizes of its input block.
+            cache: the cache that the step reads and writes: one sequence's, or all slots of a pool.
+            shape: the sizes of the step's input block.
 
         Raises:
             CaptureFailed: the step can't be captured.
@@ -354,14 +366,14 @@ class CapturedSteps:
 
 
 def compiled_by_itself(function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    """Compile a step of fixed shape by torch.compile, apart from the steps that share its source lines.
+    """Compile a step by torch.compile, apart from other steps that are made from the same source lines.
 
-    Torch keeps its compiled code by the code object of a function, which the steps of all buckets and models share: it
-    would take each for a change of the one before, and stop compiling after 8 (`torch._dynamo.config.recompile_limit`).
-    So each step gets a code object of its own.
+    Torch files compiled code under the code object of a function, which the steps of all sizes and models would share.
+    It would take each step for a change of the one before, and stop compiling after 8
+    (`torch._dynamo.config.recompile_limit`). So each step gets a code object of its own.
 
     Args:
-        function: computes the step; no arguments.
+        function: computes a step of fixed shapes; takes no arguments.
     """
     assert isinstance(function, FunctionType)
     function.__code__ = function.__code__.replace()

@@ -11,14 +11,14 @@ from lp.parallel.replica import Replica
 
 
 def clock_of(device: torch.device, replica: Replica | None = None) -> Callable[[], float]:
-    """The clock to time work on a device with: the difference of two calls is the work's seconds.
+    """Get a clock that times work on a device: the difference of two calls is the seconds that the work took.
 
-    On a CPU it counts this thread's processor time, which other programs do not lengthen. On a GPU it waits until the
-    device has done all it was asked to, then reads the host's clock.
+    On a CPU it counts this thread's processor time, which other programs do not lengthen. On a GPU each call waits
+    until the device has done all it was asked to, then reads the host's clock.
 
     Args:
         device: the device that the work runs on.
-        replica: ranks whose devices the timed work waits for; None: this rank's alone.
+        replica: the ranks that take part in the timed work, since they divide the model; None: this rank alone.
     """
     ranks = replica or Replica()
     if device.type == "cpu":
@@ -33,5 +33,5 @@ def clock_of(device: torch.device, replica: Replica | None = None) -> Callable[[
 
 
 def thread_clock() -> Callable[[], float]:
-    """The clock of this thread's processor time, in seconds; of wall time where the system's thread clock is coarse."""
+    """Get a clock that counts seconds of this thread's processor time, or of wall time if that clock is coarse."""
     return time.thread_time if time.get_clock_info("thread_time").resolution < 1e-4 else time.perf_counter

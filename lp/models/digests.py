@@ -1,4 +1,4 @@
-"""Digests of a model, by which ranks check that they hold the same one before anything runs."""
+"""Digests of a model, by which ranks check that they hold the same model before anything runs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ SPREAD = 0x9E3779B97F4A7C15 - (1 << 64)  # neighbouring multiples of it share fe
 
 
 def model_digests(model: PreTrainedModel) -> dict[str, int]:
-    """Digests by which ranks compare a model: of its config, of its weights' names and shapes, and of their bytes.
+    """Digests by which ranks compare a model: its config, its weights' names and shapes, and the bytes of its weights.
 
     Returns:
-        Integers by what they are of, in words for an error message, such as "model config".
+        One integer for each digest, under a name for error messages, such as "model config".
     """
     weights = _weights(model)
     names = "\n".join(f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in weights)
@@ -44,7 +44,7 @@ def _weights(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
 
 
 def without_addresses(printed: str) -> str:
-    """Remove addresses, such as " at 0x7f12", from printed settings: they differ from process to process."""
+    """Remove memory addresses, such as " at 0x7f12", from a printed config, since they differ between processes."""
     return re.sub(" at 0x[0-9a-f]+", "", printed)
 
 

@@ -1,13 +1,14 @@
-"""Find the numbers of tokens in a pass (widths) at which a token's row has the same bits, whatever else is in the pass.
+"""Find the numbers of tokens in a pass (widths) at which a token gets the same bits, whatever else is in the pass.
 
-Rows of a product are summed alike whatever else is in it, on most machines and at most numbers of rows, but libraries
-have other kernels for a few rows, and element-wise code rounds otherwise at the end of a thread's share. So the model
-is tried out, with the number of threads that it runs with: tokens that follow one prefix are computed at each width,
-beside others and in other places, and every row is compared. Experts are also tried by themselves, with one token and
-with many.
+On most machines and at most numbers of rows, a matrix product sums a row (the hidden state of one token) alike whatever
+the other rows are. But libraries have other kernels for a few rows, and element-wise code rounds differently at the end
+of a thread's part of a tensor. So the model itself is tried, with the number of threads that it runs with. Tokens that
+follow one prefix are computed at each width, beside other tokens and in other places, and every row is compared. The
+experts of a mixture are also tried by themselves, with one token and with many.
 
-A difference in a few of a hundred numbers may not show in so many rows: SiLU and sigmoid, where torch computes what is
-left of a tensor one number at a time. So widths are left out at which a layer's rows would not fill vectors.
+A trial may miss one difference. Torch computes SiLU and sigmoid on vectors of numbers, and the numbers at the end of a
+tensor that fill no vector one at a time, which rounds a few of a hundred differently. So widths are left out at which a
+layer's rows would not fill vectors.
 """
 
 from __future__ import annotations
@@ -41,18 +42,18 @@ PREFIX = 320  # cached tokens before them: enough for a full tile of attention's
 def equal_widths(runner: ModelRunner) -> tuple[int, ...]:
     """Find the numbers of tokens (widths) that `exact="bitwise"` pads passes to: at each, a token gets the same bits.
 
-    Compared are a token's logits, its KV, and the sums over its experts. One layer of each kind and the LM head are
-    tried; all layers, where the model's code does not run with a few. Ranks that divide a model try at the same time,
-    and get the widths at which all of them agree.
+    At each width a token's logits, its KV and the sum over its experts are compared with those at one reference width.
+    One layer of each kind and the LM head are tried, or all layers where the model's code does not run with a few.
+    Ranks that divide a model try at the same time, and get the widths at which all of them agree.
 
     Args:
-        runner: the model's runner, with `same_bits`.
+        runner: the model's runner, made with `same_bits=True`.
 
     Returns:
         Numbers of tokens in a pass, ascending.
 
     Raises:
-        ValueError: passes differ even at the width that all others are compared with.
+        ValueError: even at the reference width, a token's bits depend on the other tokens in the pass.
     """
     model = runner.original
     replica, every = replica_of(runner.model), range(len(decoder_layers(model)))

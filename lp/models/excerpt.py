@@ -1,12 +1,13 @@
-"""A small float32 model made of a few layers of a large one, on which the probe tests that masks are honoured.
+"""A small float32 model made of a few layers of a large one, on which it is checked that tree masks are honoured.
 
-A mask or a position is wrong in every layer of a kind or in none. So the excerpt has the first layer of each kind and
-the last layer of the model; the others hand on their input. Its output is the input of the LM head. In float32,
-rounding is a hundred thousand times smaller than the effect of one node that is wrongly seen.
+A wrong mask or position shows in every layer of a kind or in none. So the excerpt runs the first layer of each kind and
+the last layer of the model; the other layers return their input. The excerpt's output is the input of the LM head. In
+float32, rounding is a hundred thousand times smaller than the effect of one draft-tree node that is wrongly seen.
 
-Only the weights of those layers are copied, up to a limit: attention's weights first, since a mask acts there.
-Quantised weights whose class has `dequantize` are copied as the values that they stand for. Other quantised weights,
-embeddings and what is beyond the limit are shared with the model, and run in its dtype on inputs rounded to it.
+Only the weights of the layers that run are copied to float32, up to a limit in bytes: attention's weights first, since
+masks act there. Quantised weights whose class has `dequantize` are copied as the values that they stand for. Other
+quantised weights, embeddings and weights beyond the limit are shared with the model; their modules run in its dtype, on
+inputs rounded to it.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ PRECISE = (torch.float32, torch.float64)  # dtypes whose rounding hides nothing
 
 
 class Excerpt(FewLayers):
-    """A view of a model with few layers, in float32 where its weights can be copied, for the probe's comparisons.
+    """A view of a model with few layers, in float32 where its weights can be copied, to check that masks are honoured.
 
     Args:
         original: the model, which is left as it is.
         in_float32: whether to copy weights to float32; False: the excerpt shares the model's weights, in their dtype.
-        whole: whether it has all layers and the LM head, in the model's dtype: for a model whose code does not run with
-            a few layers.
+        whole: whether the excerpt has all layers and the LM head, in the model's dtype, for a model whose code does not
+            run with a few layers.
         form: what layers return besides hidden states; None: the first pass finds it out.
 
     Attributes:
-        model: the excerpt. Its sliding window is shortened, so that a few tokens cross it, and time steps of Mamba-2
-            are not clamped, since transformers clamps those of some tokens only.
-        whole: whether it has all layers, as given.
+        model: the excerpt. Its sliding window is shortened, so that a few tokens cross it. Mamba-2's time steps are not
+            clamped, since transformers clamps the time steps of some tokens only.
+        whole: whether the excerpt has all layers, as given.
         rounded: whether some of its weights stayed in the model's dtype.
         noise: relative error added to each embedding; 0 outside `perturbed`.
     """
@@ -78,7 +79,7 @@ class Excerpt(FewLayers):
 
     @contextlib.contextmanager
     def perturbed(self, noise: float) -> Iterator[None]:
-        """Within the block, embeddings are off by a small relative error, to see what rounding does to the output.
+        """Context manager that makes embeddings off by a small relative error, to see what rounding does to outputs.
 
         Args:
             noise: the error as a share of each value, such as 4.8e-7; its sign is random.

@@ -1,11 +1,12 @@
 """Mixtures of experts in `exact=bitwise`: a token's result has the same bits whichever other tokens share its pass.
 
-An expert computes as many rows as tokens come to it, and libraries add up a product of few rows otherwise than one of
-many. Here its rows are padded to a width at which the model was found to give the same bits
-(`lp.models.equal_widths`), and a token's experts are summed in the order of their indices, in float32 or wider.
+An expert computes as many rows (hidden states of tokens) as tokens come to it, and libraries sum a product of few rows
+in another order than one of many. Here its input is padded to a number of rows at which the model was found to give the
+same bits (`lp.models.equal_widths`). The results of a token's experts are summed in the order of the experts' indices,
+in float32 or wider.
 
-The function is registered with transformers, which looks up its name in the config of each runner's own view of a
-model, as it does for attention. T: tokens, K: experts of a token, E: hidden size.
+Transformers finds this function by a name in a model's config, as it finds attention functions. The name is written to
+the config of a runner's own view of the model. T: tokens, K: experts of a token, E: hidden size.
 """
 
 from __future__ import annotations
@@ -26,11 +27,15 @@ _WIDTHS = "_lp_expert_widths"  # attribute of a view's config: how many rows an 
 
 
 def pad_experts(model: nn.Module, widths: Sequence[int]) -> None:
-    """Let the experts of a model compute padded rows from now on, for the same bits of a token in every pass.
+    """Pad the input of each expert to fixed numbers of rows, so that a token's output has the same bits in every pass.
+
+    Otherwise an expert computes as many rows as tokens come to it, and libraries round differently for few rows than
+    for many.
 
     Args:
-        model: a view of the model (`lp.models.view`), whose own config is written to.
-        widths: numbers of rows that an expert may compute, ascending; empty: as many as the pass has tokens.
+        model: a view of the model (a copy of its modules over the same weights), whose config is written to.
+        widths: numbers of rows to pad to, ascending; if empty, an expert's input is padded to the number of tokens in
+            the pass.
     """
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_by_row)
     for experts in experts_of(model):
@@ -40,14 +45,14 @@ def pad_experts(model: nn.Module, widths: Sequence[int]) -> None:
 
 
 def experts_of(model: nn.Module) -> list[nn.Module]:
-    """The expert modules of a model whose computation can be replaced, since transformers looks it up in a registry."""
+    """List the modules of a model whose experts can be computed by another function of transformers' registry."""
     return [module for module in model.modules() if _is_dispatched(module)]
 
 
 def experts_obstacle(model: nn.Module) -> str | None:
-    """Why a model's experts cannot be padded, as a clause that names the module; None: they can, or there are none.
+    """Say why a model's experts cannot be padded, as a clause that names the module; None: they can, or there are none.
 
-    Experts that are computed by a module's own code, and not by a function of transformers' registry, are in the way.
+    Experts cannot be padded if a module's own code computes them, and not a function of transformers' registry.
     """
     for name, module in model.named_modules():
         kind = type(module).__name__.lower()
@@ -65,12 +70,12 @@ def experts_by_row(
 
     Args:
         self: transformers' module with the weights of all experts: the function is called as its method.
-        hidden_states: (T, E).
+        hidden_states: (T, E), T tokens of hidden size E.
         top_k_index: int64 (T, K), the numbers of each token's experts.
         top_k_weights: (T, K), the weights of these experts.
 
     Returns:
-        (T, E).
+        Weighted sums of the experts' outputs, (T, E).
     """
     num_tokens, num_experts = top_k_index.shape
     widths = vars(self.config).get(_WIDTHS) or (num_tokens,)

@@ -1,4 +1,4 @@
-"""A view of a model that runs only a few of its layers, over the same weights; the other layers hand on their input."""
+"""A view of a model that runs only a few of its layers, over the same weights; the other layers return their input."""
 
 from __future__ import annotations
 
@@ -17,15 +17,19 @@ from lp.models.view import ModelView
 class FewLayers(ModelView):
     """A view of a model that runs only a few of its layers: a quick stand-in to test or time the model with.
 
+    Skipped layers return their input, and whatever else the model's layers return, such as attention weights.
+
     Args:
         original: the model, which is left as it is.
-        kept: indices of the layers that run, 0 among them.
-        replaced: given a module, returns the function that runs instead of its `forward` in the view; None: none does.
-        form: what layers return besides hidden states; None: the first pass finds it out, then call `settle`.
-        instead: further modules that are replaced in the view: by the `id` of the original's module, its stand-in.
+        kept: indices of the layers that run; 0 must be among them.
+        replaced: given a module, returns the function that runs instead of the module's `forward` in the view, or None
+            to keep its `forward`.
+        form: what layers return besides hidden states; None: the first pass finds it out, after which `settle` must be
+            called.
+        instead: further modules to replace in the view: the stand-in, by the `id` of the module in the original.
 
     Attributes:
-        form: what layers return besides hidden states; skipped layers return as much.
+        form: what layers return besides hidden states.
     """
 
     def __init__(
@@ -57,24 +61,32 @@ class FewLayers(ModelView):
         self._hooks.append(layer.register_forward_hook(self.form.note))
 
     def settle(self) -> None:
-        """Remove the view's hooks, once its first pass has shown what layers return besides hidden states."""
+        """Remove the hooks with which the view's first pass finds out what layers return besides hidden states.
+
+        Call it after that pass.
+        """
         while self._hooks:
             self._hooks.pop().remove()
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The decoder layers of a model in their order; empty where it has no single list of as many modules as layers."""
+    """List the decoder layers of a model in their order.
+
+    The list is empty where the model does not have exactly one module list that is as long as the config's number of
+    layers.
+    """
     count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     lists = [each for each in model.get_decoder().modules() if isinstance(each, nn.ModuleList) and len(each) == count]
     return [*lists[0]] if len(lists) == 1 else []
 
 
 def first_of_each(model: PreTrainedModel, kind_of: Callable[[nn.Module], Hashable]) -> set[int]:
-    """The index of the first layer of each kind, so that one layer is tried for all that compute alike.
+    """The index of the first layer of each kind, so that one layer can be tried for all layers that compute alike.
 
     Args:
         model: the model.
-        kind_of: given a layer, returns what it is told apart by, besides the kind of attention that the config names.
+        kind_of: given a layer, returns its kind; layers also differ in kind if the config names different attention for
+            them.
     """
     named = named_kinds(model.config.get_text_config())
     first: dict[Any, int] = {}
@@ -84,9 +96,9 @@ def first_of_each(model: PreTrainedModel, kind_of: Callable[[nn.Module], Hashabl
 
 
 def kind_of_layer(layer: nn.Module) -> tuple[Any, ...]:
-    """What tells a layer from others that compute differently: its modules, settings that are switches, and its window.
+    """A key that is equal for layers that compute alike: their modules' classes, switches and sliding window.
 
-    Settings are switches if they are a bool, a string, None, 0 or 1; other values count by their type alone.
+    Switches are attributes that are a bool, a string, None, 0 or 1. Of other attributes only the type is compared.
     """
     return tuple(
         (name, type(module), *[_setting(key, value) for key, value in sorted(vars(module).items())])

@@ -1,4 +1,4 @@
-"""The cache of a forward pass over several sequences: it reads and writes the cache of each one.
+"""The cache of a forward pass over several sequences, which reads and writes the KV cache of each sequence.
 
 T: tokens of the pass, t: tokens of one sequence in it, G: KV heads, D: head dimension, N: keys of all sequences.
 """
@@ -18,10 +18,10 @@ from lp.to_device import to_device
 
 
 class Stretch(NamedTuple):
-    """The tokens of one sequence in a forward pass over several, which lie side by side.
+    """The tokens of one sequence in a forward pass over several sequences, where they lie side by side.
 
     Attributes:
-        start, end: index of its first token in the pass, and the index behind its last one.
+        start, end: index of the sequence's first token in the pass, and the index after its last token.
         cache: the sequence's KV cache.
     """
 
@@ -48,12 +48,14 @@ def pool_slots(stretches: Sequence[Stretch], device: torch.device) -> torch.Tens
 
 
 class ForestLayer(CacheLayerMixin):
-    """One layer of `ForestCache`: takes the new keys and values of all sequences, and gives attention all it reads.
+    """One layer of `ForestCache`: stores new keys and values of all sequences, and returns all that attention reads.
 
     Args:
-        stretches, in_parts: see `ForestCache`.
+        stretches: the tokens of each sequence, in the order of the pass.
         index: index of the layer.
-        slots_T: int64, the slot of the pool that each token is written to; None without a pool.
+        in_parts: whether the attention function takes the keys and values of each sequence as a tensor of their own.
+        slots_T: int64, the slot of the pool that each token is written to; None: the sequences' caches lie in no common
+            pool.
     """
 
     is_sliding = False
@@ -74,11 +76,12 @@ class ForestLayer(CacheLayerMixin):
         """Write the keys and values of a pass's tokens to the sequences' caches, and return all that attention reads.
 
         Args:
-            key_states, value_states: (1, G, T, D).
+            key_states, value_states: (1, G, T, D), G KV heads, T tokens of the pass.
 
         Returns:
-            Keys and values (1, G, N, D): for each sequence its cached ones, then its new ones. With `in_parts` the
-            given tensors, as `InParts` whose parts are the keys or values of each sequence.
+            Keys and values (1, G, N, D): for each sequence its cached ones, then its new ones. If the layer was made
+            with `in_parts`, the given tensors are returned as `InParts`, which carry the keys or values of each
+            sequence apart.
         """
         keys, values = zip(*self._updated(key_states, value_states), strict=True)
         if self.in_parts:
@@ -116,16 +119,18 @@ class ForestLayer(CacheLayerMixin):
         return self.get_max_length()
 
     def reset(self) -> None:
-        """Do nothing: the layer keeps nothing of its own."""
+        """Do nothing: the layer itself keeps no keys and values."""
 
 
 class ForestCache(Cache):
     """The cache that the model's forward is given in a pass over several sequences.
 
+    It keeps nothing itself, but writes to and reads from the KV cache of each sequence.
+
     Args:
         stretches: the tokens of each sequence, in the order of the pass.
         num_layers: number of the model's layers.
-        in_parts: whether the attention function takes each sequence's keys and values apart (`InParts`).
+        in_parts: whether the attention function takes the keys and values of each sequence apart (`InParts`).
         device: the model's device.
     """
 

@@ -1,11 +1,11 @@
-"""Fused layers: the decoder of a causal LM in few operations, equal but for rounding.
+"""Fused layers: the decoder of a causal LM in few operations, equal to the model's own but for rounding.
 
 T: step tokens, E: hidden size, H: query heads, G: KV heads, D: head dimension, V: vocabulary size, F: inner size of an
 MLP.
 
-One product computes queries, keys and values, and another gate and up projection; queries and keys are rotated
-together; a projection adds its result to the residual itself. Embedding, rotary frequencies, LM head, attention
-function and KV cache are the model's own, and so are all parts that are not known exactly: see
+One matrix product computes queries, keys and values, and another one gate and up projection. Queries and keys are
+rotated together. Output projections add their result to the residual themselves. Embedding, rotary frequencies, LM
+head, attention function and KV cache are the model's own, and so are all parts that are not known exactly: see
 `lp.models.architectures`.
 """
 
@@ -54,13 +54,13 @@ PLAIN = (bool, int, float, str, list, set, tuple, dict, type(None))
 
 
 class Output(NamedTuple):
-    """The result of a pass over fused layers, with the field of transformers' output that steps read."""
+    """The result of a forward pass over fused layers: the logits, under the name that transformers' output uses."""
 
     logits: torch.Tensor
 
 
 def fuse(model: PreTrainedModel) -> FusedModel | None:
-    """Fuse the layers of a model, over the same weights; None: some part of it is not known exactly."""
+    """Fuse the layers of a model, over the same weights; None: some part of the model is not transformers' own."""
     try:
         return FusedModel(model)
     except Unknown as reason:
@@ -71,8 +71,8 @@ def fuse(model: PreTrainedModel) -> FusedModel | None:
 def model_state(model: nn.Module) -> list[tuple[Any, ...]]:
     """A record of all that fusing a model depends on: if it differs later, the model must be fused again.
 
-    It has the modules, their hooks and modes, and where the weights lie. Weights that are changed in place make no
-    difference: fused layers see them.
+    It lists the modules, their hooks and modes, and where the weights lie in memory. Changes to weights in place leave
+    it equal, since fused layers use the same memory.
     """
     state = []
     unseen = [model]
@@ -94,13 +94,13 @@ def model_state(model: nn.Module) -> list[tuple[Any, ...]]:
 
 
 class FusedModel:
-    """A causal LM with fused layers, called like transformers' own, with the arguments that a step uses, batch size 1.
+    """A causal LM with fused layers, which decode steps call like transformers' own model, with batch size 1.
 
     Args:
         model: the model, in eval mode; its own modules and weights are used as they are at each call.
 
     Raises:
-        Unknown: it has a part whose effect is not known; names it.
+        Unknown: some part of the model is not exactly transformers' own; the message names it.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -173,12 +173,12 @@ class FusedModel:
         return Output(self._scaled(self._lm_head(_normed(self._norm, x_TE[kept], attend.kernels))[None]))
 
     def choose_kernels(self, replica: Replica, may_round: bool = True) -> LayerKernels:
-        """Choose and use the Triton kernels that are right and fast on the model's device, for captured steps.
+        """Choose the Triton kernels that are right and fast on the model's device, and use them in captured steps.
 
         Args:
-            replica: the ranks that the model is divided among.
-            may_round: whether a kernel may round otherwise than torch's operations; False: only moves of cache slots
-                are left to a kernel.
+            replica: the ranks that the model is divided among, which choose the same kernels.
+            may_round: whether a kernel may round differently from torch's operations; False: only moves between cache
+                slots, which do not round, are left to a kernel.
 
         Returns:
             The kernels that are used.
@@ -200,10 +200,11 @@ class FusedModel:
         return self.kernels
 
     def first_layer(self, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> FusedModel:
-        """A copy with the first layer alone, over the same weights, by which the time of the whole model is estimated.
+        """Make a copy with the first layer alone, over the same weights, to estimate the time of the whole model.
 
         Args:
-            around: given the layer, returns the function that is called in its place, such as one that times it.
+            around: given the layer, returns the function to call instead of it, such as one that calls the layer and
+                times it.
         """
         shallow = copy(self)
         first = self._layers[0]
@@ -289,7 +290,7 @@ class _Layer:
         self.mlp = _Mlp(layer.mlp) if is_plain_mlp(layer.mlp, architecture.prefix) else layer.mlp
 
     def __call__(self, x_TE: torch.Tensor, rotation: _Rotation, mask: Any, attend: _Attend) -> torch.Tensor:
-        """The residual stream behind the layer, (T, E), in the memory of the one before it."""
+        """The residual stream after the layer, (T, E), in the memory of the one before it."""
         kernels = attend.kernels
         h_TE = x_TE if self.before_attention is None else _normed(self.before_attention, x_TE, kernels)
         out = self._attention(h_TE, rotation, mask, attend)

@@ -26,13 +26,13 @@ class CaptureFailed(RuntimeError):
 class GraphRecorder:
     """Records work on one device as CUDA graphs, so that the host starts all its kernels by one launch.
 
-    All graphs of a recorder run in one stream and share one memory pool, since they never run at once: what a graph
-    returns is overwritten when that graph, or another one of the recorder, is replayed.
+    All graphs of a recorder run in one stream and share one memory pool, since they never run at once. So the result of
+    a graph is overwritten when any graph of the recorder is replayed.
 
     Args:
         device: device that the work runs on.
         recording: whether to record; False: the work runs anew at each call, as it must without a GPU.
-        replica: ranks that record the same work at the same time; None: this rank alone.
+        replica: the ranks that record this work at the same time, since they divide the model; None: this rank alone.
         compiled: whether torch.compile has compiled the work, and so refused operations that wait for the device.
     """
 
@@ -50,10 +50,11 @@ class GraphRecorder:
         """Record work as a CUDA graph, and return a function that replays it.
 
         Args:
-            work: takes no arguments; reads its inputs from memory that stays where it is.
+            work: the function to record, without arguments; it reads its inputs from memory whose address never
+                changes.
 
         Returns:
-            Does the work again and returns its result, which lies in the same memory each time.
+            A function that does the work again and returns its result, at the same place in memory each time.
 
         Raises:
             CaptureFailed: the work waits for the device, or does something else that no graph takes; or it failed on

@@ -1,4 +1,4 @@
-"""The cache of models that have recurrent layers: keys and values as in `StaticKVCache`, and recurrent states."""
+"""The cache for models that have recurrent layers: keys and values as in `StaticKVCache`, and recurrent states."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class HybridCache(StaticKVCache):
 
     Args:
         shapes: shape of the recurrent state, by index of the layer.
-        args: arguments of `StaticKVCache`.
+        args: positional arguments of `StaticKVCache`.
 
     Raises:
         CacheTooLarge: the device has no room for the states.
@@ -75,10 +75,12 @@ class HybridCache(StaticKVCache):
         self.recurrent.commit(token_indices)
 
     def pack(self, token_indices: Sequence[int]) -> torch.Tensor:
-        """Pack these tokens of the last step for other ranks: keys and values, then what recurrent layers stashed.
+        """Pack the results of these tokens for other ranks: keys and values, then what recurrent layers kept of them.
+
+        What recurrent layers keep of a step's tokens is what advances their states, so that no rank computes it again.
 
         Args:
-            token_indices: indices into the step's tokens.
+            token_indices: indices into the tokens of the last step.
 
         Returns:
             One flat tensor, in the widest dtype of its parts, so that nothing is rounded.

@@ -1,7 +1,7 @@
 """Choose the Triton kernels that replace torch's small operations in captured steps, by a trial on this device.
 
-A kernel is chosen if it gives the same numbers and is faster. Each is tried alone; how steps call them is tried by
-tests/gpu.
+A kernel is chosen if it gives the same numbers as torch, but for rounding, and is faster. Each kernel is tried by
+itself; tests/gpu checks whole steps that call them.
 
 T: step tokens, E: hidden size, H: query heads, G: KV heads, D: head dimension, F: intermediate size.
 """
@@ -41,11 +41,12 @@ TOLERANCE = {torch.bfloat16: 8.0, torch.float16: 8.0, torch.float32: 64.0}
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Sizes, dtype and device of a model's layers, by which kernels are tried; equal models share one trial.
+    """Sizes, dtype and device of a model's layers, for which kernels are tried; equal models share one trial.
 
     Attributes:
-        hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size: E, H, G, D, F.
-        norm: where norms round.
+        hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size: E, H, G, D, F; `num_heads` counts query
+            heads.
+        norm: where RMS norms round to the model's dtype.
         dtype, device: dtype of the weights, and the device that they lie on.
     """
 
@@ -82,7 +83,7 @@ Operation = Callable[[], list[torch.Tensor]]  # returns what it computes, and wh
 def choose_kernels(shape: LayerShape, replica: Replica) -> LayerKernels:
     """Choose the kernels that pass their trial on this device: right results, in less time than torch takes.
 
-    Ranks that a model is divided among choose the same ones. None is chosen where there is no GPU or no Triton.
+    Ranks that divide a model choose the same kernels. Without a GPU or Triton no kernel is chosen.
 
     Args:
         shape: sizes, dtype and device of the model's layers.

@@ -1,8 +1,8 @@
-"""A KV cache that is allocated once: a step writes its KV behind the prefix, accepted tokens are committed in place.
+"""A KV cache that is allocated once: a step writes its KV after the prefix, and accepted tokens are kept in place.
 
-L: cached tokens (the prefix), T: step tokens, C: capacity in cache slots, G: KV heads, D: head dimension, n: keys and
-values of one kind (`StatesKind`) in all layers. Slot i of the prefix holds the KV of position i; token i of a step is
-written to slot L + i, or to the slot that a slot mapping names.
+L: cached tokens (the prefix), T: step tokens, C: capacity in cache slots, G: KV heads, D: head dimension, n: key and
+value tensors of one kind (`StatesKind`) in all layers. Slot i of the prefix holds the KV of position i. Token i of a
+step is written to slot L + i, or to the slot that a slot mapping names.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class StatesKind:
     """Size, dtype and device of a layer's keys, or of its values; a cache keeps all of one kind in one tensor.
 
     Attributes:
-        heads: G, KV heads.
+        heads: G, number of KV heads.
         dim: D, head dimension.
         dtype, device: dtype and device of keys and values as the model computes them.
-        kv_dtype: how slots store them.
+        kv_dtype: dtype in which cache slots store them: AUTO for the model's own, else INT8 or FP8.
     """
 
     heads: int
@@ -58,54 +58,62 @@ class StatesKind:
 
     @classmethod
     def of(cls, states_1GTD: torch.Tensor, kv_dtype: KVDtype = KVDtype.AUTO) -> StatesKind:
-        """The kind (size, dtype, device) of these keys or values, by which they are stored.
+        """Describe these keys or values by size, dtype and device, so that a cache can allocate room for them.
 
         Args:
-            states_1GTD: keys or values as the model computes them.
-            kv_dtype: how slots are to store them.
+            states_1GTD: keys or values as the model computes them, (1, G, T, D): G KV heads, T tokens, head dimension
+                D.
+            kv_dtype: dtype in which cache slots are to store them.
         """
         return cls(states_1GTD.shape[1], states_1GTD.shape[3], states_1GTD.dtype, states_1GTD.device, kv_dtype)
 
     @property
     def as_given(self) -> bool:
-        """Whether slots store keys and values as the model computes them, not quantised."""
+        """Whether cache slots store keys and values as the model computes them, and not quantised."""
         return self.kv_dtype is KVDtype.AUTO
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of the keys, or the values, of one slot in one layer."""
+        """Bytes that the keys, or the values, of one token take in one layer."""
         return self.heads * (self.dim * self.dtype.itemsize if self.as_given else self.dim + SCALE_BYTES)
 
     def allocated(self, count: int, slots: int, zeroed: bool) -> torch.Tensor:
-        """Allocate slots for keys or values of this kind.
+        """Allocate cache slots for keys or values of this kind (size, dtype and device).
 
         Args:
-            count: how many keys and values; each layer has one of both.
-            slots: number of slots.
-            zeroed: whether the slots must hold zeros; False: they hold anything.
+            count: number of key and value tensors of this kind in all layers; a layer has one of keys and one of
+                values.
+            slots: number of slots, one for each token.
+            zeroed: whether the slots must hold zeros at first; False: they hold anything.
 
         Returns:
-            (count, G, slots, D) in the model's dtype; for quantised ones int8 rows as in `lp.models.quantised_kv`.
+            (count, G, slots, D) in the model's dtype, with G KV heads of dimension D; if keys and values are quantised,
+            int8 rows as in `lp.models.quantised_kv` in the place of D numbers.
 
         Raises:
-            RuntimeError: the device has no room for them.
+            RuntimeError: the device has no room for the slots.
         """
         size, dtype = (self.dim, self.dtype) if self.as_given else (self.dim + SCALE_BYTES, torch.int8)
         allocate = torch.zeros if zeroed else torch.empty
         return allocate((count, self.heads, slots, size), dtype=dtype, device=self.device)
 
     def stored(self, states_1GTD: torch.Tensor) -> torch.Tensor:
-        """What slots store for these keys or values, (1, G, T, D): the tensor itself, or its quantised rows."""
+        """Turn keys or values into what cache slots store: the tensor itself, or rows of quantised numbers.
+
+        Args:
+            states_1GTD: keys or values as the model computes them, (1, G, T, D): G KV heads, T tokens, head dimension
+                D.
+        """
         return states_1GTD if self.as_given else quantised(states_1GTD, self.kv_dtype)
 
     def read(self, slots: torch.Tensor) -> torch.Tensor:
-        """Keys or values for attention from what slots store: the same tensor, or a dequantised copy of it.
+        """Turn what cache slots store into keys or values for attention: the tensor itself, or a dequantised copy.
 
         Args:
-            slots: content of slots, as `stored` makes it: (..., D), or rows of quantised numbers.
+            slots: content of slots, as `stored` makes it: (..., D), D the head dimension, or rows of quantised numbers.
 
         Returns:
-            (..., D), in the model's dtype.
+            Keys or values (..., D), in the model's dtype.
         """
         return slots if self.as_given else dequantised(slots, self.kv_dtype, self.dtype)
 
@@ -164,7 +172,10 @@ class _Extent:
 
 
 class PreallocatedLayer(CacheLayerMixin):
-    """Keys and values of one layer in a cache of fixed size; attention gets views of its first L + T slots."""
+    """Keys and values of one layer in a cache of fixed size, of which attention gets views.
+
+    In a captured step a view has all slots of the cache; otherwise it has the prefix and the tokens of the pass.
+    """
 
     is_sliding = False
 
@@ -185,7 +196,7 @@ class PreallocatedLayer(CacheLayerMixin):
         self.rebind()
 
     def rebind(self) -> None:
-        """Look up the layer's buffers again, since those of the cache now lie elsewhere."""
+        """Look up the layer's part of the cache's buffers again, after the buffers have moved in memory."""
         if self.is_initialized:
             self.keys, self.values = (self.extent.states(kind, index) for kind, index in self._claimed)
 
@@ -207,18 +218,22 @@ class PreallocatedLayer(CacheLayerMixin):
         return self.first(end)
 
     def write_to_pool(self, slots_T: torch.Tensor, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Write the new keys and values of several sequences, whose caches lie in one pool, to their slots there.
+        """Write the new keys and values of several sequences to the pool that all their caches lie in.
 
         Args:
             slots_T: int64, the slot of the pool that each token is written to.
-            key_states, value_states: (1, G, T, D), of all sequences' tokens.
+            key_states, value_states: (1, G, T, D): G KV heads, T tokens of all sequences together, head dimension D.
         """
         stored = self._stored(key_states, value_states)
         for (kind, index), states in zip(self._claimed, stored, strict=True):
             self.extent.pool[kind][index].index_copy_(1, slots_T, states[0])
 
     def first(self, num_slots: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the first slots, (1, G, num_slots, D) each, for attention; dequantised if need be."""
+        """Keys and values in the first slots, for attention; dequantised if need be.
+
+        Returns:
+            Keys, and values: (1, G, num_slots, D) each, G KV heads of dimension D.
+        """
         assert self.keys is not None and self.values is not None
         (of_keys, _), (of_values, _) = self._claimed
         return of_keys.read(self.keys[:, :, :num_slots]), of_values.read(self.values[:, :, :num_slots])
@@ -240,28 +255,29 @@ class PreallocatedLayer(CacheLayerMixin):
         return self.extent.capacity
 
     def reset(self) -> None:
-        """Do nothing: the buffers stay, and `StaticKVCache.clear` forgets what they hold."""
+        """Do nothing: the buffers stay, and `StaticKVCache.clear` discards the tokens in them."""
 
 
 class StaticKVCache(Cache):
     """The KV cache of one sequence, in buffers of fixed size.
 
-    A forward pass writes the KV of its tokens behind the prefix; `commit` makes the accepted ones part of the prefix.
+    A forward pass writes the KV of its tokens after the prefix (the committed tokens). `commit` then makes the accepted
+    tokens part of the prefix.
 
     Args:
         num_layers: decoder layers of the model.
-        capacity: C, cache slots; the prefix and the tokens of a step must fit together.
+        capacity: C, cache slots; the prefix and the tokens of a step must fit into them together.
         zeroed: whether slots that were never written hold zeros. Attention that reads whole buffers needs that, since a
             mask does not hide a NaN.
         deferred: whether slots that a commit has to move are left to the next captured step, which takes them with
             `take_moves`. Before anything else reads or writes the cache, `flush` moves them.
-        known: how many keys and values of each kind the model has, by which buffers are allocated; the first cache of a
-            model fills it in.
-        kv_dtype: how slots store keys and values.
+        known: how many key and value tensors of each kind all layers have, by which buffers are allocated; the first
+            cache of a model fills it in.
+        kv_dtype: dtype in which slots store keys and values.
 
     Attributes:
-        capacity: C.
-        length: L, committed tokens.
+        capacity: C, cache slots.
+        length: L, number of committed tokens.
     """
 
     def __init__(
@@ -281,7 +297,7 @@ class StaticKVCache(Cache):
 
     @property
     def length(self) -> int:
-        """Number of committed tokens, L."""
+        """Number of committed tokens, L, which make up the prefix."""
         return self._extent.length
 
     @length.setter
@@ -290,19 +306,23 @@ class StaticKVCache(Cache):
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        """The memory of all keys and values: (n, G, C, D) each; layers that share those of another layer have none."""
+        """The memory of all keys and values: tensors (n, G, C, D), each for keys and values of one kind.
+
+        n counts the keys and values in all layers; layers that share another layer's are not counted. G: KV heads, C:
+        cache slots, D: head dimension.
+        """
         return [buffer for buffers in self._extent.buffers.values() for buffer in buffers]
 
     @property
     def claimed(self) -> bool:
-        """Whether the layers have taken their buffers, which they do in the cache's first forward pass."""
+        """Whether the layers have taken their parts of the buffers, which they do in the cache's first forward pass."""
         return bool(self._extent.claimed)
 
     def allocate(self) -> None:
-        """Allocate the buffers of all layers now, before a step needs them, by what is known of their keys and values.
+        """Allocate the buffers of all layers now, not in the first pass, if an earlier cache has shown their sizes.
 
         Raises:
-            CacheTooLarge: the device has no room for them.
+            CacheTooLarge: the device has no room for the buffers.
         """
         extent = self._extent
         for kind, count in extent.known.items():
@@ -314,12 +334,13 @@ class StaticKVCache(Cache):
     def lie_in(self, pool: Mapping[StatesKind, torch.Tensor], first_slot: int, num_slots: int) -> None:
         """Use some slots of a pool as this cache's buffers, from now on.
 
-        Nothing is copied: the pool calls this for a new cache, and once it has moved or freed some of a cache's slots.
+        Nothing is copied. The pool calls this for a new cache, and once it has moved or freed some of a cache's slots.
 
         Args:
-            pool: the pool's tensor for each known kind, (n, G, slots of the pool, D).
-            first_slot: first slot of the pool that this cache uses.
-            num_slots: number of slots that it uses, one behind the other.
+            pool: the pool's tensor for each kind of keys or values, (n, G, slots of the pool, D): n keys and values in
+                all layers, G KV heads, head dimension D.
+            first_slot: number of the first slot of the pool that this cache uses, from 0.
+            num_slots: number of neighbouring slots that it uses.
         """
         extent = self._extent
         extent.buffers = {kind: [buffer[:, :, first_slot : first_slot + num_slots]] for kind, buffer in pool.items()}
@@ -329,29 +350,30 @@ class StaticKVCache(Cache):
 
     @property
     def pool(self) -> Mapping[StatesKind, torch.Tensor]:
-        """The tensors of the pool that this cache lies in, by kind (see `lie_in`); empty: its buffers are its own."""
+        """The tensors of the pool that this cache lies in, by kind of keys or values; empty: it lies in no pool."""
         return self._extent.pool
 
     @property
     def first_slot(self) -> int:
-        """Number of the pool's slot where this cache begins; 0 where its buffers are its own."""
+        """Number of the pool's slot at which this cache begins; 0 where it lies in no pool."""
         return self._extent.first_slot
 
     def first(self, num_tokens: int) -> list[torch.Tensor]:
-        """What the slots of the first tokens hold, for another cache that begins with the same tokens (`begin_with`).
+        """Keys and values of the first tokens, for another cache that begins with the same tokens (`begin_with`).
 
         Returns:
-            A view of each buffer: (n, G, num_tokens, D), or rows of quantised keys and values.
+            A view of each buffer, (n, G, num_tokens, D): n keys and values in all layers, G KV heads, head dimension D,
+            or rows of quantised numbers.
         """
         self.flush()
         return [buffer[:, :, :num_tokens] for buffer in self.buffers]
 
     def begin_with(self, states: Sequence[torch.Tensor], num_tokens: int) -> None:
-        """Copy the first tokens of another cache of this model into this one, which is empty, to reuse a prefix.
+        """Copy the first tokens of another cache into this one, which is empty, so that they are not computed again.
 
         Args:
-            states: what the other cache's `first(num_tokens)` returned: (n, G, num_tokens, D) for each kind.
-            num_tokens: number of these tokens.
+            states: keys and values that `first(num_tokens)` of the other cache returned, one tensor for each buffer.
+            num_tokens: number of tokens to copy.
         """
         assert not self.length
         for own, theirs in zip(self.buffers, states, strict=True):
@@ -359,7 +381,7 @@ class StaticKVCache(Cache):
         self.length = num_tokens
 
     def clear(self) -> None:
-        """Forget all tokens, for the next sequence.
+        """Discard all tokens, for the next sequence.
 
         With `zeroed` the buffers are filled with zeros, so that no NaN of the last sequence stays in them.
         """
@@ -373,12 +395,12 @@ class StaticKVCache(Cache):
         """Tell the cache which tokens of the next forward pass see which: recurrent states need that, keys do not.
 
         Args:
-            visible_TT: bool; [i, j]: token i of the pass sees token j. None: the tokens are a chain and all are
-                committed.
+            visible_TT: bool; [i, j]: token i of the pass sees token j. None: each token sees all before it, and all
+                tokens will be committed.
         """
 
     def begin_replay(self, num_tokens: int) -> None:
-        """Tell the cache that a captured step runs next, for which `begin` was called only when it was captured.
+        """Tell the cache that a captured step is replayed next, since a replay does not call `begin`.
 
         Args:
             num_tokens: tokens of the step, padding included.
@@ -386,13 +408,15 @@ class StaticKVCache(Cache):
 
     @property
     def slot_mapping(self) -> torch.Tensor | None:
-        """Slots that a captured step's KV is written to, int64 (T,), within `writing_to`; None outside of it."""
+        """The slot that each token of a captured step is written to, int64 (T,); None outside `writing_to`'s block."""
         return self._extent.slot_mapping_T
 
     def whole(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Keys and values of all slots in a layer, (1, G, C, D) each, for a kernel that writes to them itself.
+        """Keys and values in all slots of a layer, for a kernel that writes to the slots itself.
 
-        None as long as the layer has no buffers, and where slots store quantised ones.
+        Returns:
+            Keys, and values: (1, G, C, D) each, G KV heads, C slots, head dimension D. None as long as the layer has no
+            buffers, and where slots store quantised numbers.
         """
         states: PreallocatedLayer = self.layers[layer]
         as_given = self._extent.kv_dtype is KVDtype.AUTO
@@ -400,7 +424,7 @@ class StaticKVCache(Cache):
 
     @contextmanager
     def writing_to(self, slot_mapping_T: torch.Tensor) -> Iterator[None]:
-        """Within the block, layers write KV to these cache slots and hand attention whole buffers, for a captured step.
+        """Context manager for a captured step: layers write KV to the given slots, and hand whole buffers to attention.
 
         Args:
             slot_mapping_T: int64, the slot of each token.
@@ -412,7 +436,7 @@ class StaticKVCache(Cache):
             self._extent.slot_mapping_T = None
 
     def commit(self, token_indices: Sequence[int]) -> None:
-        """Make these tokens of the last step part of the prefix, in this order, and forget the step's other tokens.
+        """Make these tokens of the last step part of the prefix, in this order, and discard the step's other tokens.
 
         Args:
             token_indices: indices into the step's tokens, such as [0, 2, 5].
@@ -431,21 +455,21 @@ class StaticKVCache(Cache):
 
     @property
     def num_moves(self) -> int:
-        """How many slots the last commit has left for the next step to move."""
+        """Number of slots that the last commit left for the next step to move, to make accepted tokens neighbours."""
         return len(self._moves[0])
 
     def take_moves(self) -> tuple[list[int], list[int]]:
-        """Hand over the slots that the last commit has left to move, to a captured step that moves them itself.
+        """Give a captured step the moves that the last commit has left to it, to bring accepted tokens side by side.
 
         Returns:
-            Slots to move from, and the slots that each is moved to.
+            Slots to move from, and for each the slot to move to.
         """
         moves = self._moves
         self._moves = ([], [])
         return moves
 
     def flush(self) -> None:
-        """Move now what the last commit has left for the next step to move."""
+        """Carry out at once the moves of slots that the last commit has left to the next step."""
         sources, targets = self.take_moves()
         if sources:
             for buffer, slots in self._slots(sources):
@@ -458,8 +482,8 @@ class StaticKVCache(Cache):
 
         Args:
             source_M, target_M: int64, slots to move from and to. Within one sequence they ascend, and no target is
-                behind its source; padding comes last and moves a slot to itself.
-            by_kernel: `lp.models.layer_kernels.move_slots`; None: torch's operations move them.
+                greater than its source. Padding comes last and moves a slot to itself.
+            by_kernel: `lp.models.layer_kernels.move_slots`; None: torch's operations move the slots.
         """
         for buffer in self.buffers:
             if by_kernel is None:
@@ -468,20 +492,20 @@ class StaticKVCache(Cache):
                 by_kernel(buffer, source_M, target_M)
 
     def pack(self, token_indices: Sequence[int]) -> torch.Tensor:
-        """Keys and values of these tokens of the last step in one flat tensor, to send to other ranks (`append`).
+        """Pack the keys and values of these tokens into one flat tensor, for the caches of other ranks to `append`.
 
         Args:
-            token_indices: indices into the step's tokens.
+            token_indices: indices into the tokens of the last step.
         """
         device = self.buffers[0].device
         slots_of = self._slots([self.length + index for index in token_indices])
         return torch.cat([buffer[:, :, slots].flatten().to(device) for buffer, slots in slots_of])
 
     def append(self, packed: torch.Tensor, num_tokens: int) -> None:
-        """Add tokens that another rank computed: write their keys and values behind the prefix, and commit them.
+        """Add tokens that another rank computed: write their keys and values after the prefix, and commit them.
 
         Args:
-            packed: the other rank's `pack`.
+            packed: what `pack` of the other rank's cache returned.
             num_tokens: number of tokens in it.
         """
         self.flush()
@@ -503,9 +527,9 @@ class StaticKVCache(Cache):
 
 
 def slot_bytes(kinds: Mapping[StatesKind, int]) -> int:
-    """Bytes of one cache slot in all layers together.
+    """Bytes that one cache slot, which holds one token, takes in all layers together.
 
     Args:
-        kinds: how many keys and values of each kind the model has.
+        kinds: how many key and value tensors of each kind (size, dtype, device) all layers have.
     """
     return sum(count * kind.slot_bytes for kind, count in kinds.items())

@@ -1,10 +1,11 @@
-"""Cache slots that several sequences share: each sequence has a run of them, one slot behind the other.
+"""Cache slots that several sequences share: each sequence has a run of neighbouring slots.
 
 All keys and values of one kind lie in one tensor, (n, G, C, D) as in `lp.models.kv_cache`, and the cache of a sequence
-is a view of its run. Attention reads a view as it reads a cache of its own, whatever the backend; scattered blocks of
-slots with a block table would have to be gathered in each layer wherever the kernel knows no tables. The benefit of
-blocks is had otherwise: a sequence is admitted with all the slots that it may need, and where enough slots are free
-but no run is large enough, the sequences are moved together, which costs about as much as one step reads.
+is a view of its run. Attention reads this view as it reads a cache in memory of its own, whatever the backend.
+Scattered blocks with a block table would have to be gathered in each layer wherever the kernel does not read tables.
+What blocks are good for is had in another way: a sequence is admitted with all the slots that it may need. Where enough
+slots are free but no run is large enough, the sequences are moved together, which costs about as much as the reads of
+one step.
 
 C: slots of the pool.
 """
@@ -23,7 +24,7 @@ class Run(NamedTuple):
     """Neighbouring slots of a pool.
 
     Attributes:
-        start: number of the first slot.
+        start: number of the first slot, from 0.
         size: how many slots.
     """
 
@@ -32,15 +33,15 @@ class Run(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Number of the slot right behind the last one."""
+        """Number of the slot right after the last one."""
         return self.start + self.size
 
 
 class Runs:
-    """Keeps track of the free slots of a pool.
+    """Keeps track of which slots of a pool are free.
 
     Args:
-        capacity: C.
+        capacity: C, slots of the pool.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -53,7 +54,7 @@ class Runs:
         return sum(run.size for run in self._free)
 
     def take(self, size: int) -> Run | None:
-        """Take so many neighbouring slots, from the smallest free run that has as many; None where no run has."""
+        """Take so many neighbouring slots from the smallest free run that is long enough; None where no run is."""
         fitting = [run for run in self._free if run.size >= size]
         if not fitting:
             return None
@@ -81,15 +82,15 @@ class KVPool:
     """The KV cache slots of all sequences that are decoded together, from which each sequence gets its own cache.
 
     Args:
-        kinds: how many keys and values of each kind the model has.
-        capacity: C.
-        new_cache: makes a cache of so many slots without buffers, which the pool then gives it.
-        spare: further slots behind the others, which no sequence gets: captured steps write padding to them.
+        kinds: how many key and value tensors of each kind (size, dtype, device) all layers of the model have.
+        capacity: C, slots for sequences.
+        new_cache: given a number of slots, makes a cache without buffers; the pool then gives it its slots.
+        spare: further slots after those, which no sequence gets: captured steps write padding to them.
         zeroed: whether slots that no cache has hold zeros. Attention that reads all slots needs that, since a mask does
             not hide a NaN.
 
     Raises:
-        CacheTooLarge: the device has no room.
+        CacheTooLarge: the device has no room for the slots.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class KVPool:
         return cache in self._caches
 
     def whole(self) -> StaticKVCache:
-        """A cache over all slots, whichever sequences have them, and the spare ones, for captured steps."""
+        """Make a cache over all slots, those of every sequence and the spare ones, for captured steps to use."""
         cache = self._new_cache(self.num_slots)
         cache.lie_in(self._buffers, 0, self.num_slots)
         return cache
@@ -126,7 +127,7 @@ class KVPool:
         return self._runs.free
 
     def allocate(self, slots: int) -> StaticKVCache | None:
-        """An empty cache of so many slots for one sequence; None where fewer are free.
+        """Make an empty cache of so many slots for one sequence; None where fewer slots are free.
 
         Other sequences are moved together if the free slots do not lie side by side.
         """
@@ -142,15 +143,15 @@ class KVPool:
         return cache
 
     def give_back(self, cache: StaticKVCache) -> None:
-        """Free the slots of a cache that is of no more use."""
+        """Free the slots of a cache that is no longer used."""
         self._free(self._caches.pop(cache))
 
     def shrink(self, cache: StaticKVCache, slots: int) -> None:
-        """Keep only the first slots of a cache and free the others, with the tokens in them.
+        """Keep only the first slots of a cache, and free its other slots with the tokens in them.
 
         Args:
             cache: a cache of this pool.
-            slots: number of slots that it keeps, all of which hold committed tokens.
+            slots: number of slots to keep, all of which hold committed tokens.
         """
         run = self._caches[cache]
         with torch.inference_mode():
@@ -172,7 +173,7 @@ class KVPool:
                 states.zero_()
 
     def check(self) -> None:
-        """Assert that every slot is either free or used by exactly one cache: an invariant, for tests."""
+        """Assert that every slot is either free or used by exactly one cache; for tests."""
         runs = sorted([*self._runs._free, *self._caches.values()])
         ends = [0, *(run.end for run in runs)]
         assert [run.start for run in runs] == ends[:-1], f"slots are lost or had twice: {runs}"

@@ -1,9 +1,9 @@
 """Layers that cache latents, as DeepSeek's do (MLA): how the latents of a pass are expanded into keys and values.
 
-Since some release transformers caches one small vector a token, and in every pass expands those of all cached tokens
-into the keys and values of all heads. A pass over several sequences has latents in parts, one for each sequence, and
-each part is expanded by itself. Where a token's row must have the same bits in every pass, products have the same
-number of rows each time, however many tokens are cached.
+Newer releases of transformers cache one small vector, the latent, for each token. Every pass expands the latents of all
+cached tokens into the keys and values of all heads. In a pass over several sequences, the latents of each sequence are
+expanded by themselves. Where a token must get the same bits in every pass, the matrix products have the same number of
+rows each time, however many tokens are cached.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def expand_latents_by_sequence(model: nn.Module, same_bits: bool) -> None:
     """Let layers that cache latents (DeepSeek's MLA) expand them to keys and values one sequence at a time from now on.
 
     Args:
-        model: a view of the model (`lp.models.view`), whose layers can be changed without changing the original's.
-        same_bits: whether a token's keys and values must have the same bits in every pass: products then have BLOCK
-            rows.
+        model: a view of the model (a copy of its modules over the same weights), whose layers are changed.
+        same_bits: whether a token's keys and values must have the same bits in every pass: latents are then expanded
+            BLOCK tokens at a time.
     """
     for module in model.modules():
         if hasattr(type(module), EXPAND_LATENTS):

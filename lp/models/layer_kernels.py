@@ -1,11 +1,11 @@
 """The small operations of a decoder layer as Triton kernels, one launch each.
 
-These are a norm, rotation with the write to the KV cache, a gated activation, and the moves of a commit in all layers.
+These are an RMS norm; rotary positions together with the write to the KV cache; a gated activation; and the moves that
+bring accepted tokens side by side in the KV cache, in all layers at once. They round at the same places as
+`lp.models.layer_operations`. `lp.models.kernel_choice` decides which of them captured steps run.
 
-T: step tokens, E: hidden size, H: query heads, G: KV heads, D: head dimension, C: cache slots, F: intermediate size,
-M: moved slots, n: keys and values of all layers.
-
-They round where `lp.models.layer_operations` does; `lp.models.kernel_choice` says where they are taken.
+T: step tokens, E: hidden size, H: query heads, G: KV heads, D: head dimension, C: cache slots, F: intermediate size, M:
+moved slots, n: keys and values of all layers.
 """
 
 from __future__ import annotations
@@ -109,11 +109,11 @@ def normalize(x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float, rounded: b
     """RMS norm of every token: divides by the root mean square, multiplies by the weight; returns (T, E).
 
     Args:
-        x_TE: hidden states; rows without gaps.
+        x_TE: hidden states of T tokens; the E numbers of a token lie side by side in memory.
         weight_E: the norm's weight.
         eps: added to the mean square.
-        rounded: whether to round to the dtype before the product with the weight; False: after it.
-        offset: whether the factor is 1 + weight, as Gemma's.
+        rounded: whether to round to the model's dtype before multiplying by the weight; False: afterwards.
+        offset: whether to multiply by 1 + weight, as Gemma's norms do.
     """
     num_tokens, size = x_TE.shape
     out_TE = x_TE.new_empty(num_tokens, size)
@@ -138,12 +138,14 @@ def rotate_and_store(
 ) -> torch.Tensor:
     """Apply rotary positions to queries and keys, write keys and values to their cache slots, and return the queries.
 
+    T: tokens, H: query heads, G: KV heads, D: head dimension, C: cache slots.
+
     Args:
-        rotated_THD: queries, then keys, (T, H + G, D); heads without gaps.
-        values_TGD: values; heads without gaps.
-        cos_T1D, sin_T1D: cosines and sines of the rotation's angles, without gaps; the first half of the sines is
+        rotated_THD: queries, then keys, (T, H + G, D) before rotation; the heads of a token lie side by side in memory.
+        values_TGD: values; the heads of a token lie side by side in memory.
+        cos_T1D, sin_T1D: cosines and sines of the rotation's angles, contiguous; the first half of the sines is
             negated.
-        k_1GCD, v_1GCD: all cache slots of the layer, which are written to.
+        k_1GCD, v_1GCD: keys and values in all cache slots of the layer, which are written to.
         slots_T: int64, the cache slot of each token.
 
     Returns:
@@ -165,7 +167,11 @@ def rotate_and_store(
 
 @torch.library.custom_op("lp::silu_times", mutates_args=())
 def silu_times(gate_TF: torch.Tensor, up_TF: torch.Tensor) -> torch.Tensor:
-    """The gated activation of an MLP, silu(gate) x up; all (T, F), rows without gaps."""
+    """Compute the gated activation of an MLP, silu(gate) x up; returns (T, F).
+
+    Args:
+        gate_TF, up_TF: gate and up projection of T tokens; the F numbers of a token lie side by side in memory.
+    """
     num_tokens, num_features = gate_TF.shape
     out_TF = gate_TF.new_empty(num_tokens, num_features)
     with torch.cuda.device_of(gate_TF):
@@ -177,12 +183,12 @@ def silu_times(gate_TF: torch.Tensor, up_TF: torch.Tensor) -> torch.Tensor:
 
 @torch.library.custom_op("lp::move_slots", mutates_args=("buffer_nGCD",))
 def move_slots(buffer_nGCD: torch.Tensor, source_M: torch.Tensor, target_M: torch.Tensor) -> None:
-    """Move KV between cache slots, in all layers by one launch: what a commit moves.
+    """Move KV between cache slots, in all layers by one launch, to bring accepted tokens side by side.
 
     Args:
-        buffer_nGCD: keys and values of all layers, changed in place.
-        source_M, target_M: int64, slots to move from and to. Within one sequence they ascend, and no target is behind
-            its source; padding comes last and moves a slot to itself.
+        buffer_nGCD: keys and values of all layers, changed in place: n of them, G KV heads, C slots, head dimension D.
+        source_M, target_M: int64, slots to move from and to. Within one sequence they ascend, and no target is greater
+            than its source. Padding comes last and moves a slot to itself.
     """
     count, kv_heads, _, dim = buffer_nGCD.shape
     with torch.cuda.device_of(buffer_nGCD):

@@ -1,4 +1,4 @@
-"""The small operations of a decoder layer by torch, for which `lp.models.layer_kernels` has Triton kernels.
+"""The small operations of a decoder layer, computed by torch; `lp.models.layer_kernels` has Triton kernels for them.
 
 T: step tokens, E: hidden size, D: head dimension.
 """
@@ -14,9 +14,9 @@ class Norm:
     """An RMS norm that fused layers run: equal to transformers' RMSNorm classes, which compute in float32.
 
     Args:
-        weight: (E,).
+        weight: the norm's weight, (E,).
         eps: added to the mean square.
-        rule: where it rounds to the model's dtype.
+        rule: whether it rounds to the model's dtype before or after multiplying by the weight.
     """
 
     def __init__(self, weight: torch.Tensor, eps: float, rule: NormRule) -> None:
@@ -40,7 +40,7 @@ class Norm:
         return torch.rms_norm(x, shape, weight, self.eps)
 
     def of_heads(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise queries or keys (T, heads, D): each head by itself, or all at once if the weight is as large."""
+        """Normalise queries or keys, (T, heads, D): each head by itself, or all together if the weight spans them."""
         return self(x.reshape(len(x), -1, len(self.weight))).view(x.shape)
 
 
@@ -48,8 +48,8 @@ def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
     """Apply rotary positions to queries or keys.
 
     Args:
-        states: (T, heads, D).
-        cos, sin: (T, 1, D), of the rotation's angles; the first half of the sines is negated.
+        states: queries or keys, (T, heads, D): T tokens, head dimension D.
+        cos, sin: cosines and sines of the rotation's angles, (T, 1, D); the first half of the sines is negated.
     """
     wide = states.to(cos.dtype)
     swapped = wide.roll(wide.shape[-1] // 2, -1)

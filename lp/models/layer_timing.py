@@ -1,7 +1,7 @@
-"""Estimate how long a pass of the whole model takes from one of its layers, before the first decode step.
+"""Estimate how long a forward pass of the whole model takes by timing one layer, before the first decode step.
 
-A pass of one layer is timed, and within it the layer itself. The rest is the LM head, the embeddings and the masks; the
-layer counts as often as the model has layers.
+A pass through the LM head, the embeddings, the masks and one layer is timed, and within it the layer. The estimate is
+the time of this pass, plus the layer's time for each further layer of the model.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ ROUNDS_S = 0.25
 
 
 def time_passes(runner: ModelRunner, sizes: tuple[int, ...] = TIMED_SIZES) -> dict[int, float]:
-    """Estimate the seconds of a pass of the whole model from its first layer, before the first decode step.
+    """Estimate how long a pass of the whole model takes, by timing its first layer, before the first decode step.
 
     Where ranks divide the model, all of them must call this.
 
     Args:
         runner: the model's runner; other threads may use the model meanwhile.
-        sizes: numbers of tokens to time.
+        sizes: numbers of tokens for which a pass is timed.
 
     Returns:
-        Seconds by number of tokens.
+        Estimated seconds of a pass, by its number of tokens.
     """
     clock = clock_of(runner.device, replica_of(runner.model))
     shallow = _Shallow(runner, clock)

@@ -1,4 +1,4 @@
-"""Load a causal LM and its tokenizer; whatever is wrong with a checkpoint is one line that names it."""
+"""Load a causal LM and its tokenizer; an error names in one line what is wrong with the checkpoint."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Checkpoint(NamedTuple):
     """Where transformers finds a model that a user has named.
 
     Attributes:
-        shown: the user's name for it, for messages.
+        shown: the name that the user gave, for messages.
         place: a folder, or a name on the hub.
         options: arguments for every `from_pretrained`: {"gguf_file": "model.gguf"} for a GGUF file, else empty.
     """
@@ -63,25 +63,26 @@ def load(
 ) -> Loaded:
     """Load a causal LM and its tokenizer from a folder, a GGUF file or the hub, through transformers.
 
-    In the checkpoint's own dtype weights stay mapped from its file. In another one a CPU holds the cast copy; for a GPU
-    they are cast there, one tensor after the other, so that no rank of a host holds them all.
+    On a CPU, weights in the checkpoint's own dtype stay mapped from its file, and weights in another dtype are a cast
+    copy. For a GPU they are cast on the GPU, one tensor after the other, so that the host holds no cast copy.
 
     Args:
-        name_or_path: folder with config.json, a GGUF file or a folder with one, or a hub name; "demo" is the embedded
-            model. Weights of a GGUF file, of whatever quantisation, are expanded to `dtype` and computed in it.
-        dtype: float64, float32, bfloat16, float16, as a name or as torch's, or "auto" for what the checkpoint says.
-        device: torch device of the weights, or a GPU's number; None: the context's device, or without a context a GPU
+        name_or_path: folder with config.json, a GGUF file or a folder with one, or a hub name; "demo" is the model that
+            comes with lp. Weights of a GGUF file, of whatever quantisation, are expanded to `dtype` and computed in it.
+        dtype: float64, float32, bfloat16 or float16, as a name or as torch's dtype; "auto" takes the checkpoint's.
+        device: torch device for the weights, or a GPU's number; None: the context's device, or without a context a GPU
             if torch sees one, else the CPU.
-        attn_implementation: transformers' name; None takes sdpa where the model has it.
+        attn_implementation: transformers' name of an attention function; None takes sdpa where the model has it.
         trust_remote_code: whether to run code that comes with the checkpoint.
-        context: the ranks; those of a replica divide the model among them, and each reads its own part alone.
-        tp_plan: how they divide it, in the form of transformers' `base_model_tp_plan`, such as
-            {"layers.*.mlp.up_proj": "colwise"}; None takes the model's own.
+        context: the ranks of a distributed run. The ranks of a replica divide the model among them, and each reads only
+            its own part. None: one process.
+        tp_plan: how the ranks divide the model, in the form of transformers' `base_model_tp_plan`, such as
+            {"layers.*.mlp.up_proj": "colwise"}; None takes the model's own plan.
 
     Raises:
         ValueError: no such folder, not a causal LM, an architecture that takes no tree mask, weights that are damaged,
             missing or of other shapes than the config says, a tokenizer that is missing, damaged or larger than the
-            model's vocabulary, a package that is not installed, an unknown dtype, a device that torch has not, or
+            model's vocabulary, a package that is not installed, an unknown dtype, a device that torch does not have, or
             a model that its ranks cannot divide.
     """
     device = _device(device if device is not None else (context or ParallelContext.single()).device)
@@ -129,7 +130,9 @@ def load_tokenizer(name_or_path: str | Path, trust_remote_code: bool = False) ->
     """Load a model's tokenizer and its vocabulary size, without reading weights.
 
     Args:
-        name_or_path, trust_remote_code: see `load`.
+        name_or_path: folder with config.json, a GGUF file or a folder with one, or a hub name; "demo" is the model that
+            comes with lp.
+        trust_remote_code: whether to run code that comes with the checkpoint.
 
     Returns:
         The tokenizer, and the vocabulary size that the model's config names.
@@ -144,10 +147,11 @@ def load_tokenizer(name_or_path: str | Path, trust_remote_code: bool = False) ->
 
 
 def checkpoint_of(name_or_path: str | Path) -> Checkpoint:
-    """Find out what a user's name of a model stands for: "demo", a folder, a GGUF file or a name on the hub.
+    """Find out what a user's name for a model stands for: "demo", a folder, a GGUF file or a name on the hub.
 
     Raises:
-        ValueError: the GGUF file does not exist, the folder has several, or the package that reads them is missing.
+        ValueError: the GGUF file does not exist, the folder has several GGUF files, or a package that reads them is
+            missing.
     """
     shown = str(name_or_path)
     if shown == "demo":
@@ -196,12 +200,13 @@ def cast_on(device: str | torch.device, model: PreTrainedModel, dtype: torch.dty
     The host then holds no cast copy of the weights.
 
     Args:
-        device: where to move the weights.
+        device: device to move the weights to.
         model: loaded in the dtype of its checkpoint.
         dtype: dtype that its parameters have from now on.
 
     Returns:
-        Whether that was done. False: the model computes buffers in its own dtype, so load it in that dtype instead.
+        Whether the model was moved and cast. False: the dtype of its buffers depends on the dtype that it is loaded in,
+        so it must be loaded in the wanted dtype instead.
     """
     with torch.device("meta"):
         expected = type(model)._from_config(copy.deepcopy(model.config), dtype=dtype)
@@ -296,7 +301,7 @@ def _check_attention(source: str, config: Any) -> None:
 def hub_answers() -> bool:
     """Whether the Hugging Face hub can be reached, by one quick request.
 
-    The hub's own client would try five times, half a minute, for each file.
+    The hub's own client would try five times for each file, for half a minute.
     """
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         return False
@@ -378,9 +383,9 @@ def _pickled(source: str) -> str:
 
 @contextmanager
 def without_report() -> Iterator[None]:
-    """Within the block, transformers does not log its table of weights that do not fit.
+    """Context manager in which transformers does not log its table of missing, unexpected and misfitting weights.
 
-    The loader reports what matters of it in one line.
+    The loader reports the important part of that table in one line.
     """
 
     def is_no_report(record: logging.LogRecord) -> bool:

@@ -1,4 +1,4 @@
-"""How much memory a device has free, and bytes in units that people read."""
+"""How much memory a device has free, and numbers of bytes as text, such as "12.3 GiB"."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 def free_bytes(device: torch.device) -> int | None:
     """Bytes that can be allocated on a device; None where the system does not report it.
 
-    On a GPU that is what the driver has free and what torch's allocator holds without using it. On Linux it is what
-    processes may take without swapping, the page cache that the kernel would give back included.
+    On a GPU this is what the driver has free, plus what torch's allocator holds without using it. On Linux it is what
+    processes may take without swapping, including page cache that the kernel would give back.
     """
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -24,7 +24,10 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def format_bytes(count: int) -> str:
-    """Bytes for people, such as "12.3 GiB": one decimal, in the largest of GiB, MiB and KiB that gives at least 1."""
+    """A number of bytes as text, such as "12.3 GiB": one decimal, in the largest of GiB, MiB and KiB that fits.
+
+    A number below 1 KiB is given in KiB, too.
+    """
     for power, unit in ((3, "GiB"), (2, "MiB")):
         if count >= 1024**power:
             return f"{count / 1024**power:.1f} {unit}"

@@ -1,4 +1,9 @@
-"""One lock for each model: threads may share it, and ranks that are threads hold parts of one and await each other."""
+"""One lock for each model, held while threads change what this package keeps on the model, such as its runners.
+
+Threads that decode with one model share its lock. Ranks that run as threads of one process and divide a model each hold
+their own part of it, and so take different locks. This is needed: while one rank holds a lock, it may wait for the
+others in a collective.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +28,10 @@ class _Kept(dict[str, Any]):
 
 
 def lock_of(model: Any) -> threading.RLock:
-    """The lock that guards what this package keeps on a model, such as its runners; a thread may take it repeatedly."""
+    """Get the lock that guards what this package keeps on a model, such as its runners.
+
+    A thread that holds the lock may take it again.
+    """
     kept = vars(model).get(_NAME)
     if not isinstance(kept, _Kept):
         if isinstance(kept, dict):  # of a saved model

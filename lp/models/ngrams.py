@@ -1,9 +1,9 @@
-"""Measure which tokens a model finds likely behind contexts of 1 to 3 tokens, averaged over texts that it writes.
+"""Measure which tokens a model finds likely after contexts of 1 to 3 tokens, averaged over texts that it writes.
 
-The result becomes a file of `lp.draft.pool.model_ngrams`, from which draft tokens are proposed. What was observed is
-kept in files meanwhile, one unit of work after the other, so that a run that was interrupted goes on where it stopped.
+The result becomes a file for `lp.draft.pool.model_ngrams`, from which draft tokens are proposed. Observations are kept
+on disk after each unit of work, so that an interrupted run continues where it stopped.
 
-V: vocabulary size; K: logits of a context; B: texts of a batch; n: observations, each with one context.
+V: vocabulary size; K: logits kept for a context; B: texts in a batch; n: observations, each after one context.
 """
 
 from __future__ import annotations
@@ -40,7 +40,13 @@ NO_TOKEN = -1  # in a context, where the text had no token yet
 
 
 class Observed(NamedTuple):
-    """The likeliest next tokens of a model behind some contexts of one length, with their probabilities."""
+    """The likeliest next tokens of a model after some contexts of one length, with their probabilities.
+
+    Attributes:
+        contexts: int64 (n, length), tokens of n contexts, the newest last; NO_TOKEN where the text was shorter.
+        tokens: int64 (n, OBSERVED), the likeliest tokens after each context.
+        probs: float32 (n, OBSERVED), their probabilities.
+    """
 
     contexts: np.ndarray  # int64 (n, length), the newest token last; NO_TOKEN where the text had not so many
     tokens: np.ndarray  # int64 (n, OBSERVED): the likeliest
@@ -57,23 +63,25 @@ def measure_ngrams(
     seed: int = 0,
     folder: Path | None = None,
 ) -> list[Contexts]:
-    """Measure a model's likeliest next tokens behind every token, and behind the longer contexts that come most often.
+    """Measure a model's likeliest next tokens after every token, and after the longer contexts that come most often.
 
-    Every token of the vocabulary is tried once behind each beginning. The texts that the model writes start with a
+    Every token of the vocabulary is tried once after each beginning. The model also writes texts, which start with a
     beginning and one token of the vocabulary; no token starts a second text until all have started one.
 
     Args:
         model: the model, on its device.
-        beginnings: token ids that a text can begin with so that anything may follow; they differ among each other.
-        num_tokens: tokens that the model writes, about; 0: it writes none, and there are contexts of one token alone.
+        beginnings: token ids that a text can begin with so that anything may follow; no two are equal.
+        num_tokens: about how many tokens the model writes; 0: it writes none, and only contexts of one token are
+            measured.
         max_contexts: most contexts of each length above 1.
-        num_logits: K.
-        batch: B.
-        seed: seed of the texts that the model writes.
-        folder: keeps what was observed so far; an equal call that finds it goes on from there. None: memory.
+        num_logits: K, how many tokens to keep for each context.
+        batch: B, how many texts the model writes at a time.
+        seed: seed for sampling the texts that the model writes.
+        folder: where to keep observations; a later call with equal arguments continues from them. None: in memory only.
 
     Returns:
-        The contexts of 1, 2 and 3 tokens with their K best logits, one entry for each length.
+        For each length of 1, 2 and 3 tokens, the contexts with their K best next tokens and their logits. Lengths for
+        which nothing was observed are left out.
 
     Raises:
         ValueError: the folder was written by a call with other arguments.
@@ -109,13 +117,13 @@ Unit = Callable[[], Iterator[Observed]]  # of work, which is done as a whole or 
 
 
 class Observations:
-    """Collects observations in arrays of their final size, on disk if need be, for an interrupted run to go on.
+    """Collects observed next-token probabilities in arrays of their final size, on disk if a run may be interrupted.
 
-    Many small arrays instead would keep a model's memory in pieces between them.
+    Many small arrays instead would lie between the model's blocks of memory and keep them from being reused.
 
     Args:
         most: most observations that there may be.
-        folder: where the arrays lie, so that another process can go on; None: in memory.
+        folder: where the arrays are kept, so that another process can continue; None: in memory.
         asked: all that the observations depend on, such as the model's config and the seed.
 
     Attributes:
@@ -123,7 +131,7 @@ class Observations:
         units: number of units of work that are done.
 
     Raises:
-        ValueError: the folder has observations of something else.
+        ValueError: the folder has observations that were made with another `asked`.
     """
 
     def __init__(self, most: int, folder: Path | None, asked: dict[str, Any]) -> None:
@@ -149,10 +157,10 @@ class Observations:
         return np.memmap(path, dtype, "r+" if path.exists() else "w+", shape=shape)
 
     def take(self, units: Iterator[Unit]) -> None:
-        """Do the units of work that are not done yet, and keep what they observe.
+        """Do the units of work that are not done yet, and keep their observations.
 
         Args:
-            units: all units of work, in the same order at each call.
+            units: all units of work, in the same order at each call; those that are done already are skipped.
         """
         for number, unit in enumerate(units):
             if number < self.units:
@@ -175,7 +183,7 @@ class Observations:
             part.replace(self._state)
 
     def all(self) -> Observed:
-        """All observations so far, as arrays that are not copied."""
+        """Return all observations so far, without copying the arrays."""
         return Observed(self.contexts[: self.count], self.tokens[: self.count], self.probs[: self.count])
 
 
@@ -188,7 +196,7 @@ def _texts_written(num_tokens: int, batch: int) -> tuple[int, int]:
 def _single_tokens(
     model: PreTrainedModel, beginnings: Sequence[Sequence[int]], batch: int, wait: Wait
 ) -> Iterator[Unit]:
-    """Every token of the vocabulary behind each beginning, whose keys and values are computed once."""
+    """Every token of the vocabulary after each beginning, whose keys and values are computed once."""
     device = model.get_input_embeddings().weight.device
     caches: dict[int, Any] = {}  # of the beginnings, made when a unit needs them
 
@@ -213,7 +221,7 @@ def _single_tokens(
 
 @torch.inference_mode()
 def _cache_of(model: PreTrainedModel, beginning: Sequence[int]) -> Any:
-    """The cache behind a beginning; None where it cannot be given to several texts, as with recurrent states."""
+    """The cache after a beginning; None where it cannot be given to several texts, as with recurrent states."""
     ids = torch.tensor([list(beginning)], dtype=torch.int64, device=model.get_input_embeddings().weight.device)
     if not ids.numel():
         return None
@@ -226,7 +234,7 @@ def _cache_of(model: PreTrainedModel, beginning: Sequence[int]) -> Any:
 def _written(
     model: PreTrainedModel, beginnings: Sequence[Sequence[int]], num_tokens: int, batch: int, seed: int, wait: Wait
 ) -> Iterator[Unit]:
-    """What the model said at every position of texts that it writes, behind the last tokens that there were."""
+    """What the model said at every position of texts that it writes, after the last tokens before it."""
     device = model.get_input_embeddings().weight.device
     eos = model.generation_config.eos_token_id if model.generation_config else None
     ends = torch.tensor([] if eos is None else eos, dtype=torch.int64, device=device).reshape(-1)
@@ -259,7 +267,7 @@ def _written(
 
 
 def _texts(beginning: Sequence[int], tokens: torch.Tensor, model: PreTrainedModel) -> torch.Tensor:
-    """The beginning with each of the tokens behind it, those that the model has an embedding of; int64 (B, length)."""
+    """The beginning with each of these tokens after it, int64 (B, length); ids without an embedding become the last."""
     before = torch.tensor(list(beginning), dtype=torch.int64, device=tokens.device).expand(len(tokens), -1)
     return torch.cat([before, tokens[:, None].clamp(max=embedded_tokens(model) - 1)], 1)
 
@@ -270,7 +278,7 @@ def _observed(contexts: torch.Tensor, logits: torch.Tensor) -> Observed:
 
 
 def _of_length(observed: Observed, length: int) -> Observed:
-    """The observations behind the last `length` tokens alone, where there are so many."""
+    """The observations after the last `length` tokens alone, where there are so many."""
     contexts = observed.contexts[:, -length:]
     there = contexts[:, 0] != NO_TOKEN
     return Observed(contexts[there], observed.tokens[there], observed.probs[there])

@@ -1,4 +1,4 @@
-"""Finds operations that make the host wait for the device, before a CUDA graph is captured."""
+"""Find operations that make the host wait for the device, before work is captured as a CUDA graph."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ FILLS = {"masked_fill", "masked_fill_", "index_fill", "index_fill_"}
 
 
 class NoWaiting(TorchDispatchMode):
-    """Within a `with` block, an operation that makes this thread wait for a GPU raises an error: no graph takes it.
+    """Context manager in which an operation that makes this thread wait for a GPU raises an error.
 
-    Torch has such a mode (`torch.cuda.set_sync_debug_mode`), but for the whole process: another thread that may well
-    wait for its GPU would fail too, and torch shows a warning that nobody asked for.
+    It finds such operations before work is captured as a CUDA graph, which cannot contain them. Torch has such a mode
+    (`torch.cuda.set_sync_debug_mode`), but for the whole process. Another thread that may well wait for its GPU would
+    fail too, and torch would show a warning.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

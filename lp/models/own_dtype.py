@@ -1,9 +1,12 @@
 """The probe's checks in a model's own dtype, where rounding hides a wrong mask but not a wrong kernel.
 
-- The attention kernel is compared with exact attention over the same tensors, in one layer of each kind. It may be off
-  by a few times the error of plain products in that dtype.
-- Fused layers are compared with the excerpt in float32. They may be off by a few times the error of the model's own
-  layers, which round in the same places; the median of nodes counts, as a router may take another expert for one.
+The probe runs a tree-shaped step on the model to see whether tree masks are honoured. In float32, it does so on an
+excerpt, a few layers of the model. In the model's own dtype it compares
+
+- the attention kernel with exact attention over the same tensors, in one layer of each kind. The kernel may be off by a
+  few times the error that plain matrix products have in that dtype.
+- fused layers with the excerpt in float32. They may be off by a few times the error of the model's own layers, which
+  round in the same places. The median over all nodes counts, as a router may choose another expert for one of them.
 """
 
 from __future__ import annotations
@@ -19,13 +22,13 @@ FUSED_SLACK = 4  # times the rounding of the model's own layers that fused ones 
 
 
 def fault_in_own_dtype(runner: StepRunner, excerpt: Excerpt, trial: Trial, step: torch.Tensor) -> str | None:
-    """Check the attention kernel and fused layers of a model in its own dtype.
+    """Check that the attention kernel and fused layers are right in the model's own dtype, up to rounding.
 
     Args:
         runner: the model's runner.
-        excerpt: the excerpt in float32.
-        trial: the trial over that excerpt.
-        step: outputs of that trial's tree-shaped step, (T, E).
+        excerpt: a few layers of the model in float32, to compare with.
+        trial: runs the probe's tree-shaped step on that excerpt.
+        step: outputs of that step, (T, E), T nodes of hidden size E.
 
     Returns:
         What is off by more than rounding explains, in the words of an error; None: nothing is.

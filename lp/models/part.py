@@ -8,11 +8,12 @@ import torch
 
 
 class Part(NamedTuple):
-    """The part of a weight that a rank holds: ranges of one dimension, one behind the other.
+    """The part of a weight that a rank holds: some ranges of one dimension, joined in their order.
 
     Attributes:
         dimension: index of the dimension that is divided.
-        ranges: [first, last) each, such as ((0, 512), (1024, 1536)) for half of each of two projections in one weight.
+        ranges: pairs of the first index and the index after the last one, such as ((0, 512), (1024, 1536)) for half of
+            each of two projections that are stored in one weight.
     """
 
     dimension: int
@@ -22,7 +23,7 @@ class Part(NamedTuple):
         """Cut this part out of a whole weight.
 
         Args:
-            weight: a tensor, or a slice from safetensors' `get_slice`, of which only this part is then read from the
+            weight: a tensor; or a slice object from safetensors' `get_slice`, so that only this part is read from the
                 file.
         """
         before = (slice(None),) * self.dimension
@@ -30,7 +31,7 @@ class Part(NamedTuple):
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dimension)
 
     def sizes(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of this part of a weight.
+        """Shape that this part has, given the shape of the whole weight.
 
         Args:
             shape: shape of the whole weight.

@@ -1,14 +1,15 @@
 """The probe: check on a model itself, with a few tokens, that its decode steps honour a tree mask.
 
-Two branches of DEPTH tokens follow the last token `c` of a text. One tree-shaped step must give what plain causal
-forward passes of each branch give, and so must a step after a commit.
+Two branches of DEPTH tokens follow the last token of a short sequence. One step that computes both branches, as a tree
+of nodes, must give what plain causal passes over each branch give. So must a step after one branch has been committed,
+that is, added to the cached prefix.
 
-1. The whole model runs one such step of three tokens in its own dtype: it must run, with finite logits.
-2. The verdict is given on an excerpt in float32 (`lp.models.excerpt`). How far the step may be off lies between two
-   numbers that the excerpt itself shows: the effect of rounding, and the effect of one node that sees one token too
-   many, one too few, or has another position.
+1. The whole model runs such a step of three tokens in its own dtype: it must run, with finite logits.
+2. The result is judged on an excerpt, a few layers of the model in float32 (`lp.models.excerpt`). The largest error
+   that is allowed lies between two effects that are measured on the excerpt: the effect of rounding, and the effect of
+   one node that sees one token too many, sees one too few, or has another position.
 3. In the dtype of the model, the attention kernel is compared with exact attention over the same tensors, and fused
-   layers with the model's own (`lp.models.own_dtype`).
+   layers with the excerpt (`lp.models.own_dtype`).
 
 B: branches, T: nodes, E: hidden size.
 """
@@ -62,12 +63,13 @@ _MARK = "_lp_honours_tree_mask"  # attribute of the model: the ways of running s
 class Findings:
     """Result of the probe: how a tree-shaped step of an excerpt (a few layers of a model) compares with plain passes.
 
-    Errors are relative to the spread of the outputs.
+    Faults, such as a wrong mask at one node, are planted in the step to see whether the comparison would notice them.
+    Errors and effects are differences of outputs, relative to the standard deviation of the outputs.
 
     Attributes:
-        error: the largest error of a node.
+        error: the largest error of a node of the tree, without a planted fault.
         noise: the effect of rounding.
-        faults: every fault that was planted, with its effect on the output of its node.
+        faults: every planted fault, with its effect on the output of its node.
         own_dtype: what is off in the model's own dtype, in words; None: nothing is.
     """
 
@@ -78,22 +80,34 @@ class Findings:
 
     @property
     def limit(self) -> float:
-        """The largest error that passes: the geometric mean of the effects of rounding and of the smallest fault."""
+        """The largest error that passes: the geometric mean of the effect of rounding and that of the smallest fault.
+
+        Faults, such as a wrong mask at one node, are planted to measure their effects. Only faults whose effect stands
+        out from rounding count. If there are none, 16 times the effect of rounding takes the place of the smallest
+        fault's.
+        """
         return sqrt(self.noise * max(self.fault, SHOWS * self.noise))
 
     @property
     def fault(self) -> float:
-        """Effect of the smallest planted fault that stands out from rounding; 0: none does."""
+        """Effect of the smallest planted fault that stands out from rounding, relative to the outputs' spread.
+
+        Faults, such as a wrong mask at one node, are planted to measure their effects. If none stands out, the result
+        is 0.
+        """
         return min([effect for _, effect in self.faults if effect > SHOWS * self.noise], default=0.0)
 
     @property
     def blind(self) -> bool:
-        """Whether no planted fault stands out from rounding: a mask that is wrong at one node may then pass."""
+        """Whether rounding hides the effects of all planted faults, such as a wrong mask at one node.
+
+        Then the probe would not notice such a fault in the model.
+        """
         return self.fault == 0
 
     @property
     def failure(self) -> str | None:
-        """Why the model fails the probe, such as "does not honour a tree mask: ..."; None: it passes."""
+        """Why the model fails the probe, such as "does not honour a tree mask: ..."; None: the model passes."""
         if self.error <= self.limit:
             return self.own_dtype
         return (
@@ -104,8 +118,8 @@ class Findings:
 def check_tree_mask(runner: StepRunner) -> None:
     """Refuse a model that does not honour a tree mask: its tree-shaped step differs from plain forward passes.
 
-    It is checked once for each way that the model's steps run: attention backend, capture, fused layers, dtype and
-    device.
+    A model is checked once for each way in which its steps run: attention backend, captured or not, fused layers or
+    not, dtype and type of device.
 
     Args:
         runner: the model's runner.
@@ -151,17 +165,17 @@ def _check_runs(runner: StepRunner) -> None:
 
 
 def probed(runner: StepRunner, nodes: Sequence[int] = PLANTED) -> Findings:
-    """Compare a tree-shaped step with plain passes on an excerpt of the model, without a verdict.
+    """Compare a tree-shaped step with plain passes on an excerpt (a few layers) of the model, without refusing it.
 
-    The excerpt is in float32; in the model's dtype if its kernels take no other; and it is the whole model if the
-    model's code does not run with a few layers.
+    The excerpt is in float32, or in the model's dtype if its kernels do not run in float32. If the model's code does
+    not run with a few layers, the whole model is compared.
 
     Args:
         runner: the model's runner.
-        nodes: the nodes at which faults are planted.
+        nodes: indices of the step's nodes at which faults are planted, to see how large their effects are.
 
     Raises:
-        ValueError: the whole model does not run such a step either.
+        ValueError: not even the whole model runs such a step.
         OutOfMemoryError: the device is full.
     """
     with _named(runner):

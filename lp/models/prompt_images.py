@@ -1,9 +1,11 @@
-"""Images and videos of a prompt: the processor's inputs for them, and the model's own first pass over them.
+"""Images and videos in a prompt: the processor's inputs for them, and the model's own first pass over them.
 
-The prompt up to its last image token (a token that holds an image's place) is one pass of the model as `generate` runs
-it, with its own mask (Gemma 3 sees both ways within an image) and its own positions (Qwen-VL's have three axes).
-Behind it positions count on one by one, from another number than the token's place in the cache. L: tokens of the
-prompt.
+An image token holds an image's place in the prompt. The prompt up to its last image token is computed in one pass of
+the model as `generate` runs it, with its own mask (Gemma 3 sees both ways within an image) and its own positions
+(Qwen-VL's have three axes). After that token positions count on one by one, but differ from the tokens' places in the
+cache by a constant.
+
+L: tokens of the prompt.
 """
 
 from __future__ import annotations
@@ -56,8 +58,8 @@ class PromptImages:
 
     Attributes:
         inputs: arguments of the model's `forward` besides token ids, by name, such as "pixel_values".
-        is_image: bool (L,), the tokens that hold an image's place.
-        positions: positions of the prompt's tokens as the model counts them, (1, L) or (axes, 1, L); None: a token's
+        is_image: bool (L,), True for the tokens that hold an image's place.
+        positions: positions of the prompt's L tokens as the model counts them, (1, L) or (axes, 1, L); None: a token's
             position is its place in the prompt.
     """
 
@@ -67,18 +69,19 @@ class PromptImages:
 
     @classmethod
     def of(cls, model: PreTrainedModel, prompt: Sequence[int], given: Mapping[str, Any]) -> PromptImages | None:
-        """Read the images of a prompt from what a processor gives; None where it has token ids alone.
+        """Read the images of a prompt from a processor's output; None where the prompt is text alone.
 
         Args:
-            model: the model that takes them.
+            model: the model that takes the images.
             prompt: L token ids.
-            given: fields of the processor's output besides the token ids, and what transformers' `generate` hands over
-                in their place: `position_ids`, and encoded features. An attention mask of ones counts as absent.
+            given: fields of the processor's output besides the token ids. Instead of some of them, transformers'
+                `generate` may hand over `position_ids` and encoded images. An attention mask of ones counts as absent.
 
         Raises:
-            TypeError: a name that the model's `forward` does not take.
-            ValueError: a model that is not known to be exact with images, a mask with zeros, positions of a text that
-                are not its places, no place for an image in the prompt, or an image at its very end.
+            TypeError: a field has a name that the model's `forward` does not take.
+            ValueError: a model that is not known to be exact with images, a mask with zeros, positions of a prompt
+                without images that are not 0, 1, 2 and so on, a prompt without image tokens, or an image at its very
+                end.
         """
         _check_mask(given.get("attention_mask"), len(prompt))
         inputs = inputs_of_images(given)
@@ -110,12 +113,15 @@ class PromptImages:
 
     @property
     def end(self) -> int:
-        """Number of the prompt's tokens up to its last image token, which the model's own first pass computes."""
+        """Number of the prompt's tokens up to and including its last image token.
+
+        The model computes these tokens in a first pass of its own.
+        """
         return int(np.flatnonzero(self.is_image)[-1]) + 1
 
     @cached_property
     def rotary_offset(self) -> int:
-        """The position of a token behind the images, less its place in the prompt, such as -240."""
+        """The position of a token after the images, minus its place in the sequence, such as -240."""
         if self.positions is None:
             return 0
         last: torch.Tensor = self.positions.flatten(0, -2)[-1, -1]  # the first axis may be the place, for masks
@@ -123,7 +129,7 @@ class PromptImages:
 
     @cached_property
     def digest(self) -> bytes:
-        """16 bytes that tell the images of a prompt from others, by their content, places and positions."""
+        """16 bytes that tell the images of this prompt from other images, by their content, places and positions."""
         hasher = hashlib.blake2b(digest_size=16)
         own = {name: value for name, value in self.inputs.items() if name not in TOKEN_TYPES}  # as long as the prompt
         places = self.is_image[: self.end].tobytes()
@@ -137,12 +143,13 @@ class PromptImages:
         return hasher.digest()
 
     def keyed(self, tokens: Sequence[int]) -> list[int]:
-        """Tokens to find a cached prefix by: image tokens become negative keys made of the images' content.
+        """Replace image tokens by negative keys made from the images' content, to find a cached prefix by.
 
-        So a prompt with other images, whose token ids are equal, does not reuse the prefix.
+        Other images have the same token ids. With these keys a prompt does not reuse a prefix that was computed for
+        other images.
 
         Args:
-            tokens: token ids of a text that begins with the prompt, or its first ones.
+            tokens: token ids of a sequence that begins with the prompt, or the first tokens of such a sequence.
         """
         words = int.from_bytes(self.digest, "little")
         keys = [-1 - (words >> KEY_BITS * index & (1 << KEY_BITS) - 1) for index in range(NUM_KEYS)]
@@ -153,12 +160,12 @@ class PromptImages:
         return found
 
     def first_pass(self, model: PreTrainedModel, prompt: Sequence[int], cache: Cache) -> dict[str, Any]:
-        """Arguments of the model's forward for the pass over the prompt up to its last image token, images included.
+        """Arguments of the model's forward for its pass over the prompt up to the last image token, images included.
 
         Args:
             model: the model as `generate` runs it.
             prompt: L token ids.
-            cache: an empty cache.
+            cache: an empty cache, which the pass fills.
         """
         end = self.end
         inputs = _on(self.inputs, model.device)  # not before: a text may wait for long
@@ -175,12 +182,12 @@ class PromptImages:
 
 
 def inputs_of_images(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What a model is to be given besides the token ids; empty for a prompt without images.
+    """Pick the image inputs from the arguments of a call; empty for a prompt without images.
 
     Token types that are all 0, as processors give them for text, do not count as images.
 
     Args:
-        given: arguments by name; None, empty mappings, attention masks and positions are left out.
+        given: arguments by name. Attention masks, positions, None and empty mappings are left out of the result.
     """
     named = {name: value for name, value in given.items() if value is not None and name not in HANDED_OVER}
     inputs = {name: value for name, value in named.items() if not (isinstance(value, Mapping) and not value)}
@@ -189,7 +196,7 @@ def inputs_of_images(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def names_not_taken(model: PreTrainedModel, inputs: Mapping[str, Any]) -> list[str]:
-    """Names of inputs that the model's `forward` does not take, or takes for something else than images; sorted.
+    """Names of inputs that the model's `forward` does not take, or does not take as image inputs; sorted.
 
     Args:
         model: the model.

@@ -1,9 +1,9 @@
-"""How a quantised model treats activations: whether a token's result depends on others in its pass.
+"""How a quantised model treats activations: whether a token's result depends on the other tokens in its pass.
 
-How weights are quantised does not matter here. Activations do: where the tokens of a pass share a scale, a choice of
-columns or a kernel, a token's result depends on which tokens these are, and a decode step has more of them than plain
-decoding. Activations that are rounded token by token do not depend on others; but two passes of different widths differ
-by rounding, which can become a whole step between two quantised values.
+How weights are quantised does not matter here, but activations do. Where the tokens of a pass share a scale, a choice
+of columns or a kernel, a token's result depends on which other tokens there are, and a decode step has more tokens than
+plain decoding. Activations that are rounded token by token do not depend on other tokens. But passes with different
+numbers of tokens still differ by rounding, and that can move an activation to the next quantised value.
 """
 
 from __future__ import annotations
@@ -14,7 +14,11 @@ from typing import Any
 
 
 class Activations(Enum):
-    """How a quantised model's activations are quantised; the values are words for error messages."""
+    """How a quantised model's activations are quantised; the values are words for error messages.
+
+    KEPT: not at all. BY_TOKEN: each token's by itself. TOGETHER: with a scale or a choice that several tokens of a pass
+    share. UNKNOWN: lp does not know the method.
+    """
 
     KEPT = "not"
     BY_TOKEN = "each token's by itself"
@@ -33,7 +37,7 @@ KNOWN = {
 
 
 def quantisation_of(config: Any) -> dict[str, Any] | None:
-    """A model's quantisation config as plain data, such as {"quant_method": "gptq", "bits": 4}; None: not quantised.
+    """A model's quantisation config as plain data, such as {"quant_method": "gptq", "bits": 4}; None: it has none.
 
     Args:
         config: the model's config.
@@ -54,7 +58,7 @@ def _plain(value: Any) -> Any:
 
 
 def activations_of(fields: dict[str, Any]) -> Activations:
-    """How a model with this quantisation config quantises activations.
+    """Tell from a quantisation config how the model quantises its activations.
 
     Args:
         fields: the config as plain data, from `quantisation_of`.
@@ -91,15 +95,16 @@ ACTIVATIONS = ("input_activations", "output_activations")
 
 
 def inexact_quantisation(model: Any) -> str | None:
-    """Why a quantised model's tokens may differ from plain decoding's by more than rounding; None: they don't."""
+    """Why a quantised model's tokens may differ from plain decoding's by more than rounding; None: they do not."""
     method, kind = _quantised(model)
     return None if kind is Activations.KEPT else _reason(method, kind)
 
 
 def tokens_share_scales(model: Any) -> str | None:
-    """Why a token's result may depend on the tokens beside it, even if every row is summed alike; None: it does not.
+    """Why a quantised model lets a token's result depend on the other tokens in its pass; None: it does not.
 
-    Such a quantised model cannot be decoded with `exact="bitwise"`.
+    The tokens of a pass then share a scale or a choice for their activations, or lp does not know whether they do. Such
+    a model cannot be decoded with `exact="bitwise"`.
     """
     method, kind = _quantised(model)
     return None if kind in (Activations.KEPT, Activations.BY_TOKEN) else _reason(method, kind)

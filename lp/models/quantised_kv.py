@@ -1,13 +1,15 @@
-"""Keys and values in one byte each: what a cache slot stores, and what attention reads of it.
+"""Keys and values stored in one byte per number, to save memory: how a cache slot stores and attention reads them.
 
-A slot of one head is a row of bytes: D rounded numbers, then the scale of the row, float32. Numbers and scale lie side
-by side, so that code that moves, copies or sends slots need not know of them. A row is quantised once, when its token
-is computed; every pass reads the same values of it, the pass of the token itself included.
+The keys of one token and head are a row of bytes, and so are its values: D rounded numbers, then the row's scale in
+float32. Numbers and scale lie side by side, so that code that moves, copies or sends slots need not know about them. A
+row is quantised once, when its token is computed. Every pass reads the same quantised values, the pass of the token
+itself included.
 
     scale = max |x| / LARGEST        number = round(x / scale)        read: number x scale
 
-The scale is float32 whatever the model's dtype: float16 has no room for the quotient of a small key, and rounded to
-bfloat16 it would cut off the largest number of a row, or lose a step. It costs 4 bytes a row.
+The scale is float32 whatever the model's dtype. In float16 the scale of a row of small keys could underflow. In
+bfloat16 the scale would be rounded: rounded down, it would cut off the largest number of a row, and rounded up, it
+would waste a part of the range. The scale costs 4 bytes a row.
 
 D: head dimension.
 """
@@ -23,16 +25,17 @@ LARGEST = {KVDtype.INT8: 127.0, KVDtype.FP8: 448.0}  # of the numbers; int8's -1
 
 
 def quantised(states_D: torch.Tensor, kv_dtype: KVDtype) -> torch.Tensor:
-    """Quantise keys or values to the rows that cache slots store.
+    """Quantise keys or values to the rows of bytes that cache slots store.
 
-    A row that is not finite, or whose scale float32 has no room for, is read as NaN throughout.
+    A row is the D numbers of one token and head. If it is not finite, or its scale does not fit into float32, all of it
+    is read as NaN later.
 
     Args:
-        states_D: (..., D), in the model's dtype.
+        states_D: keys or values (..., D), in the model's dtype; D is the head dimension.
         kv_dtype: INT8 or FP8.
 
     Returns:
-        int8, (..., D + SCALE_BYTES).
+        int8, (..., D + SCALE_BYTES): D numbers, then the bytes of their scale.
     """
     largest = LARGEST[kv_dtype]
     wide_D = states_D.to(torch.promote_types(states_D.dtype, torch.float32))
@@ -45,12 +48,15 @@ def quantised(states_D: torch.Tensor, kv_dtype: KVDtype) -> torch.Tensor:
 
 
 def dequantised(rows_B: torch.Tensor, kv_dtype: KVDtype, dtype: torch.dtype) -> torch.Tensor:
-    """Turn the rows that cache slots store back into keys or values, (..., D), for attention.
+    """Turn the rows of bytes that cache slots store back into keys or values for attention.
 
     Args:
-        rows_B: int8, (..., D + SCALE_BYTES), from `quantised`.
+        rows_B: int8, (..., D + SCALE_BYTES), from `quantised`: D numbers, then the bytes of their scale.
         kv_dtype: INT8 or FP8, as they were quantised.
         dtype: dtype of the result, the model's.
+
+    Returns:
+        Keys or values (..., D).
     """
     numbers_D = rows_B[..., :-SCALE_BYTES]
     scale_1 = rows_B[..., -SCALE_BYTES:].clone(memory_format=torch.contiguous_format).view(torch.float32)  # aligned

@@ -1,9 +1,9 @@
 """Read a rank's part of quantised weights, where ranks divide a model, from the tensors that a checkpoint stores.
 
-For a weight (N outputs, K inputs) it stores integers, several in one word where they are small, and scales: one for
-all, one a row, or one for each group of columns. The part of a weight that a rank holds is the same part of each of
-these, counted in their own entries. torchao's weights stay quantised; those of other formats are expanded to the
-model's dtype, each rank's part as it is read.
+For a weight (N outputs, K inputs) a checkpoint stores integers, several in one word where they are small. It also
+stores scales: one for the weight, one for each row, or one for each group of columns. A rank reads the matching part of
+each of these tensors. torchao's weights stay quantised. Weights of other formats are expanded to the model's dtype,
+each rank's part as it is read.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ Sizes = tuple[int, ...]
 
 
 class Format(Protocol):
-    """How a quantised checkpoint stores weights: an interface to read a part of one."""
+    """How a quantised checkpoint stores its weights: an interface through which a rank reads its part of a weight."""
 
     def stored(self, keys: Iterable[str], metadata: Mapping[str, str]) -> dict[str, dict[str, str]]:
         """Find the quantised weights of a checkpoint.
 
         Args:
-            keys: names of all tensors in its files.
-            metadata: metadata of its files.
+            keys: names of all tensors in the checkpoint's files.
+            metadata: metadata of these files.
 
         Returns:
-            By name of the weight: the names of its tensors in the files, by their role, such as "scales".
+            For each weight's name, its tensors' names in the files, by their role, such as "scales".
         """
 
     def shape(self, name: str, stored: Stored) -> Sizes:
@@ -44,7 +44,7 @@ class Format(Protocol):
 
         Args:
             name: name of the weight.
-            stored: its tensors or safetensors slices, by their role.
+            stored: the weight's tensors, or safetensors' slices of them, by their role, such as "scales".
         """
 
     def part(self, name: str, stored: Stored, shape: Sizes, part: Part | None, dtype: torch.dtype) -> torch.Tensor:
@@ -52,22 +52,22 @@ class Format(Protocol):
 
         Args:
             name: name of the weight.
-            stored: its tensors or safetensors slices, by their role.
+            stored: the weight's tensors, or safetensors' slices of them, by their role, such as "scales".
             shape: shape of the whole weight.
-            part: the part; None: all of it.
-            dtype: dtype of the model, which expanded weights get.
+            part: the part to read; None: the whole weight.
+            dtype: dtype of the model, to which weights are expanded unless they stay quantised.
         """
 
 
 def format_of(fields: dict[str, Any] | None, source: str) -> Format | None:
-    """How a checkpoint stores its quantised weights, so that each rank can read its part; None: they are not quantised.
+    """Find out how a checkpoint stores quantised weights, so that each rank can read its part; None: it has none.
 
     Args:
-        fields: its quantisation config, from `quantisation_of`.
+        fields: the checkpoint's quantisation config as plain data, from `quantisation_of`; None: it has none.
         source: name of the checkpoint, for messages.
 
     Raises:
-        ValueError: weights that are quantised in a way that ranks cannot divide; names it, why, and the remedy.
+        ValueError: ranks cannot divide weights that are quantised in this way; names the method, why, and the remedy.
     """
     if fields is None:
         return None
@@ -89,18 +89,18 @@ def format_of(fields: dict[str, Any] | None, source: str) -> Format | None:
 def part_of_stored(
     name: str, shape: Sizes, part: Part, stored: Sizes, scale: bool, swapped: bool = False
 ) -> Part | None:
-    """Which entries of a stored tensor, such as scales, belong to a part of a quantised weight; None: all of them.
+    """Which entries of a stored tensor, such as scales, belong to a part of a quantised weight; None: all entries.
 
     Args:
         name: name of the weight, for messages.
         shape: shape of the weight.
         part: part of the weight.
         stored: shape of the stored tensor.
-        scale: whether it holds scales, one of which may be for all.
-        swapped: whether its first dimension goes along the weight's columns.
+        scale: whether the tensor holds scales (or zero points), where a single entry may serve the whole dimension.
+        swapped: whether the tensor's first dimension goes along the weight's columns, not its rows.
 
     Raises:
-        ValueError: the part begins or ends amid the columns or rows that one stored entry is for.
+        ValueError: the part begins or ends amid the columns or rows that share one stored entry.
     """
     dimension = 1 - part.dimension if swapped else part.dimension
     entries = stored[dimension] if dimension < len(stored) else 1
@@ -128,10 +128,12 @@ def _of(stored: Any, part: Part | None) -> torch.Tensor:
 
 
 class Torchao:
-    """Format of torchao: each weight is a tensor subclass, stored as its inner tensors, with the rest as metadata.
+    """Reads parts of weights that torchao quantised: each is a tensor subclass, stored as several plain tensors.
+
+    The class and its other fields are in the metadata of the files. The parts stay quantised.
 
     Args:
-        fields: the quantisation config.
+        fields: the quantisation config; not used, as the files' metadata has all that is needed.
     """
 
     # By class: the tensors whose first dimension goes along the weight's columns. Others are laid out as no part of
@@ -172,7 +174,7 @@ class Torchao:
 
 
 def part_of_tensor(name: str, weight: torch.Tensor, part: Part) -> torch.Tensor:
-    """Cut a part out of a weight that is in memory, plain or one of torchao's; the result has memory of its own.
+    """Cut a part out of a weight that is in memory, plain or quantised by torchao; the result is a copy.
 
     Args:
         name: name of the weight, for messages.
@@ -211,7 +213,9 @@ def _torchao_fields(
 
 
 class CompressedTensors:
-    """Format of compressed-tensors: transformers expands such weights in the first pass, a rank its own part at once.
+    """Reads parts of weights in the formats of compressed-tensors, and expands them to the model's dtype at once.
+
+    Transformers would expand whole weights in the first forward pass.
 
     Args:
         fields: the quantisation config.
@@ -274,12 +278,12 @@ class CompressedTensors:
 
 
 class Words:
-    """Formats of GPTQ, AWQ and AutoRound, with weights in 32-bit words: a rank expands its own part at once.
+    """Reads parts of weights of GPTQ, AWQ and AutoRound, stored in 32-bit words, and expands them to the model's dtype.
 
     A weight is scale * (value - zero point), computed in the scale's dtype as in the methods' own layers. A word holds
-    several values, or several zero points, (groups, N / values of a word); scales are (groups, N), and there may be the
-    number of every column's group. A part by columns reads the scales of all groups, a few percent of the bytes, and so
-    may begin within a group, or have columns of any.
+    several values, or several zero points. Scales are (groups, N outputs), and zero points, once unpacked, are too. A
+    checkpoint may also store the number of every column's group. A part by columns reads the scales of all groups, a
+    few percent of the bytes. So it may begin within a group, or have columns of any groups.
 
     Args:
         fields: the quantisation config.
@@ -372,7 +376,7 @@ class Words:
         return bits
 
     def _unpacked(self, words: torch.Tensor, bits: int, along: int) -> torch.Tensor:
-        """Unpack the values of words, one behind the other along a dimension."""
+        """Unpack the values of words, side by side along a dimension."""
         places = torch.tensor(self.ACROSS if self._across else range(32 // bits), dtype=torch.int32) * bits
         values = words.unsqueeze(along + 1) >> places.reshape(-1, *[1] * (1 - along))
         unpacked: torch.Tensor = (values & 2**bits - 1).to(torch.int16).flatten(along, along + 1)

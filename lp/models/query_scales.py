@@ -1,7 +1,8 @@
 """Queries that are scaled by their position, as in Llama 4's layers without rotary positions.
 
-transformers scales by a token's place in the pass, behind what is cached. In a step of several branches that place is
-not the token's position. (arXiv 2501.19399; `attn_temperature_tuning` in the config.)
+Transformers scales a query by the number of cached tokens plus the token's index in the pass. In a step that computes
+several branches of a draft tree, that number is not the token's position. (arXiv 2501.19399; `attn_temperature_tuning`
+in the config.)
 """
 
 from __future__ import annotations
@@ -33,12 +34,16 @@ class _CacheByPosition:
 
 
 def scaled_by_position(module: nn.Module) -> Callable[..., Any] | None:
-    """The function that runs instead of a Llama 4 layer's forward, to scale queries by position; None: none does.
+    """Give the function that replaces a Llama 4 layer's forward, so that queries are scaled by their positions.
 
-    The function is called with the layer's copy in a view of the model, the copy's own forward and the arguments.
+    It is called with the layer's copy in a view of the model (a copy of the modules over the same weights), the copy's
+    own forward and the arguments of the call.
 
     Args:
-        module: any module of the model; only decoder layers of Llama 4 are replaced.
+        module: any module of the model.
+
+    Returns:
+        The function; None for a module that is not a decoder layer of Llama 4, which keeps its own forward.
     """
     found = type(module)
     if (found.__module__, found.__name__) != ("transformers.models.llama4.modeling_llama4", "Llama4TextDecoderLayer"):

@@ -1,10 +1,10 @@
 """The recurrent layers of transformers' models, and how each runs over the draft tree of a decode step.
 
-T: step tokens, E: hidden size, C: channels of the convolution, H: heads, R, D: rows and columns of a head's state.
+In a decode step, functions of this module replace the forward of these layers, on the runner's own view of the model.
+For every node of the tree, they compute what the layer's own forward would compute for one more token after the node's
+ancestors. Prefill and all other layers run the model's own code.
 
-Prefill and everything else is the model's own code. In a step the forward of these layers, on the runner's own view of
-the model, is one of the functions below: for every node it computes what the layer's own forward computes for one more
-token.
+T: step tokens, E: hidden size, C: channels of the convolution, H: heads, R, D: rows and columns of a head's state.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ Step = Callable[[Any, torch.Tensor, LayerState, StepTree], torch.Tensor]  # of a
 
 @dataclass(frozen=True)
 class RecurrentLayer:
-    """How to run one class of recurrent layers over a tree.
+    """How to run one class of recurrent layers over a tree of tokens.
 
     Attributes:
-        shape: gives the shape of the state that a layer of the class keeps.
-        step: a layer's forward over the tree of a step, (T, E) to (T, E); it stashes what a commit needs.
+        shape: given a layer of the class, returns the shape of the state that it keeps.
+        step: computes a layer's forward over the tree of a step, (T, E) to (T, E), and keeps what advances the layer's
+            state along accepted tokens.
     """
 
     shape: Callable[[Any], RecurrentShape]
@@ -225,9 +226,9 @@ TRANSFORMERS_KEEPS_STATES = hasattr(Cache, "get_conv_state")  # in its cache: fr
 
 
 def recurrent_layer(module: nn.Module) -> RecurrentLayer | None:
-    """How to run a module over a tree, if its class is exactly one of transformers' recurrent layers; None: it is not.
+    """Tell how to run a module over a tree of tokens; None: it is not exactly one of transformers' recurrent layers.
 
-    A subclass may compute anything, and so is not known.
+    A subclass is not taken for such a layer, since it may compute anything.
     """
     found = type(module)
     path = found.__module__
@@ -238,12 +239,16 @@ def recurrent_layer(module: nn.Module) -> RecurrentLayer | None:
 
 
 def tree_forward(module: nn.Module) -> Callable[..., torch.Tensor] | None:
-    """The function that runs instead of a recurrent layer's forward in decode steps; None: none does.
+    """Give the function that replaces a recurrent layer's forward, so that a decode step runs it over a draft tree.
 
-    The function is called with the module's copy in a view of the model, the copy's own forward and the arguments.
+    It is called with the layer's copy in a view of the model (a copy of the modules over the same weights), the copy's
+    own forward and the arguments of the call. Other passes run the copy's own forward.
 
     Args:
-        module: any module of the model; only recurrent layers are replaced.
+        module: any module of the model.
+
+    Returns:
+        The function; None for a module that is not a recurrent layer, which keeps its own forward.
     """
     layer = recurrent_layer(module)
     if layer is None:
@@ -262,14 +267,14 @@ def tree_forward(module: nn.Module) -> Callable[..., torch.Tensor] | None:
 
 
 def recurrent_shapes(model: nn.Module, kinds: list[str]) -> dict[int, RecurrentShape]:
-    """Shapes of the states that the recurrent layers of a model keep, by index of the layer, to allocate them.
+    """Shapes of the states that the recurrent layers of a model keep, by index of the layer, to allocate the states.
 
     Args:
         model: the model; layers that a view skips are left out.
         kinds: the kind of every layer as the config names it, such as "linear_attention".
 
     Raises:
-        ValueError: a recurrent layer of a class that is not known, or with weights that are offloaded.
+        ValueError: a recurrent layer has a class that is not known, or weights that are offloaded.
     """
     shapes = {module.layer_idx: layer.shape(module) for module, layer in _found(model)}
     skipped = {module.index for module in model.modules() if isinstance(module, SkippedLayer)}
@@ -288,10 +293,10 @@ def recurrent_shapes(model: nn.Module, kinds: list[str]) -> dict[int, RecurrentS
 
 
 def limits_prompt(model: nn.Module) -> bool:
-    """Whether the model computes a token of a prompt otherwise than the same token where it was generated.
+    """Whether the model computes a token of a prompt in another way than a generated token.
 
-    Transformers keeps the time steps (dt) of Mamba-2 within the config's limits where a pass has several tokens, and
-    not where it has one.
+    Transformers keeps the time steps (dt) of Mamba-2 within the config's limits in passes of several tokens, but not in
+    passes of one token.
     """
     return any(getattr(module, "time_step_limit", None) not in (None, NO_LIMIT) for module, _ in _found(model))
 

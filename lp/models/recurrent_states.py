@@ -1,11 +1,12 @@
-"""The states of a model's recurrent layers: a step stashes what a commit needs, so that nothing is computed again.
+"""The states of a model's recurrent layers, which a commit advances along accepted tokens without computing them again.
+
+A state is a sum of outer products (see `lp.models.tree_recurrence`). A decode step leaves the states as they are. For
+every node of the draft tree it stashes (keeps for the commit) both vectors of the node's outer product, its log decay
+and its input of the convolution. A commit adds the outer products of the accepted path to the states, for all layers of
+one shape at once.
 
 n: layers of one shape, H: heads, R, D: rows and columns of a head's state, T: step tokens, P: tokens of a path, C:
-channels of the convolution, K: its taps.
-
-A state is a sum of outer products (see `lp.models.tree_recurrence`). A step leaves the states as they are, and stashes
-for every node both vectors of its product, its log decay and its input of the convolution. A commit adds the products
-of the accepted path to the states of all layers of one shape at once.
+channels of the convolution, K: taps of the convolution.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ class RecurrentShape:
     """The sizes of the state that one recurrent layer keeps for a sequence; layers of equal shape share tensors.
 
     Attributes:
-        channels, taps: C and K of the convolution.
+        channels, taps: C channels and K taps of the convolution.
         dtype, device: dtype and device of the convolution's inputs.
         heads, rows, columns: H heads, each with a state of R rows and D columns; 0: the layer is a convolution alone.
-        left_heads, right_heads: heads of the left and right vectors whose outer products are added to the state;
-            several heads of the state may share one.
+        left_heads, right_heads: number of heads that the left and the right vectors have, whose outer products are
+            added to the state; several heads of the state may use one head of vectors.
     """
 
     channels: int
@@ -46,7 +47,7 @@ class RecurrentShape:
     right_heads: int = 0
 
     def nbytes(self, tokens: int) -> int:
-        """Bytes of the layer's state, and of what a step of so many tokens stashes for the commit."""
+        """Bytes of the layer's state, and of what a step of so many tokens keeps so that the state can be advanced."""
         state = self.heads * self.rows * self.columns
         products = self.left_heads * self.rows + self.right_heads * self.columns + self.heads
         inputs = self.channels * (self.taps + tokens)
@@ -54,7 +55,10 @@ class RecurrentShape:
 
 
 class Stash(NamedTuple):
-    """What a step leaves of its tokens for the commit; dimension 2 of each tensor is the token.
+    """What a decode step keeps of its tokens, so that a commit can advance the states along the accepted ones.
+
+    Dimension 2 of each tensor is the token. n: layers of one shape, T: step tokens, H: heads, R, D: rows and columns of
+    a head's state, C: channels of the convolution.
 
     Attributes:
         left: left vectors of the outer products, (n, left heads, T, R).
@@ -70,7 +74,7 @@ class Stash(NamedTuple):
 
     @classmethod
     def room(cls, shape: RecurrentShape, layers: int, tokens: int) -> Stash:
-        """Allocate a stash, filled with zeros, for steps of up to so many tokens.
+        """Allocate tensors, filled with zeros, for what decode steps of up to so many tokens keep.
 
         Args:
             shape: sizes of one layer's state.
@@ -83,7 +87,13 @@ class Stash(NamedTuple):
 
     @staticmethod
     def sizes(shape: RecurrentShape, layers: int, tokens: int) -> list[tuple[int, ...]]:
-        """Shapes of a stash's four tensors, in the order of the fields; arguments as in `room`."""
+        """Shapes of a stash's four tensors, in the order of the fields.
+
+        Args:
+            shape: sizes of one layer's state.
+            layers: n, number of layers.
+            tokens: tokens that the stash has room for.
+        """
         return [
             (layers, shape.left_heads, tokens, shape.rows),
             (layers, shape.right_heads, tokens, shape.columns),
@@ -92,21 +102,24 @@ class Stash(NamedTuple):
         ]
 
     def of(self, tokens: torch.Tensor | slice) -> Stash:
-        """What was stashed for some of the step's tokens, such as the accepted ones.
+        """Select what was kept of some of the step's tokens, such as the accepted ones.
 
         Args:
-            tokens: their indices in the step, as int64 tensor or slice.
+            tokens: indices of these tokens in the step, as int64 tensor or slice.
         """
         return Stash(*(part[:, :, tokens] for part in self))
 
 
 class LayerState:
-    """What one recurrent layer reads in its forward pass over a step's tree, and where it leaves what the commit needs.
+    """The state of one recurrent layer, as its forward pass over a draft tree reads it.
+
+    The pass leaves the state as it is. It calls `keep` to store what a commit needs to advance the state.
 
     Attributes:
-        last_CK: the last inputs of the convolution behind the prefix, the newest one last.
-        state_HRD: the layer's state behind the prefix.
-        first_step: bool (1,), whether this is the text's first step, whose root counts as a token of the prompt.
+        last_CK: the last K inputs of the convolution at the end of the prefix, the newest one last; C channels, K taps.
+        state_HRD: the layer's state at the end of the prefix; H heads, R rows, D columns.
+        first_step: bool (1,), whether this is the first decode step of a sequence. The root of its tree is the last
+            token of the prompt, which some models compute in another way than generated tokens.
     """
 
     def __init__(self, group: _Group, index: int) -> None:
@@ -123,13 +136,13 @@ class LayerState:
         right: torch.Tensor | None = None,
         g_HT: torch.Tensor | None = None,
     ) -> None:
-        """Stash what a commit needs of this step's tokens, so that it computes nothing again.
+        """Keep what a commit needs to advance this layer's state along some of this step's tokens.
 
         Args:
-            inputs_TC: inputs of the convolution.
-            left, right: vectors of the outer products, (heads, T, R) and (heads, T, D); None: the layer is a
-                convolution alone.
-            g_HT: log decays; None: the layer is a convolution alone.
+            inputs_TC: inputs of the convolution, T tokens and C channels.
+            left, right: vectors whose outer products are added to the state, (heads, T, R) and (heads, T, D), for a
+                state of R rows and D columns; None: the layer is a convolution alone.
+            g_HT: log decays of the state, by head and token; None: the layer is a convolution alone.
         """
         num_tokens = len(inputs_TC)
         stash = self._group.stash
@@ -169,7 +182,7 @@ class _Group:
         self.stash = self.stashes[room]
 
     def advance(self, path: Stash) -> None:
-        """Advance the states along a path of tokens, to the state behind its last one."""
+        """Advance the states along a path of tokens, to the state after its last one."""
         if self.shape.heads:
             left, right = (
                 part.repeat_interleave(self.shape.heads // part.shape[1], 1) for part in (path.left, path.right)
@@ -180,17 +193,17 @@ class _Group:
 
 
 class RecurrentStates:
-    """The recurrent states of one sequence, in all layers that have one.
+    """The recurrent states of one sequence, in all layers that have such a state.
 
     Args:
         shapes: shape of the state that each recurrent layer keeps, by index of the layer.
 
     Attributes:
-        layers: by index of the layer, what its forward pass reads and leaves.
-        taps: the largest number of taps of a layer's convolution.
-        tree: tree of the pass that runs; None: its tokens are a chain, along which the model's own code advances the
-            states.
-        started: by layer, {0: whether it has a state yet}, as in transformers' cache layers.
+        layers: the state of each recurrent layer, by index of the layer.
+        taps: the largest number of taps that a layer's convolution has.
+        tree: draft tree of the pass that runs; None: its tokens are a chain, along which the model's own code advances
+            the states.
+        started: by index of the layer, {0: whether the layer has a state yet}, as in transformers' cache layers.
     """
 
     def __init__(self, shapes: Mapping[int, RecurrentShape]) -> None:
@@ -211,7 +224,7 @@ class RecurrentStates:
         self._is_first_step = True
 
     def begin_tree(self, visible_TT: torch.Tensor) -> None:
-        """Prepare for a decode step over a tree: layers leave the states as they are and stash what `commit` needs.
+        """Prepare for a decode step over a tree: layers leave the states as they are, and keep what `commit` needs.
 
         Args:
             visible_TT: bool; [i, j]: node i of the step sees node j.
@@ -223,7 +236,7 @@ class RecurrentStates:
             group.reserve(len(visible_TT))
 
     def begin_replay(self, num_tokens: int) -> None:
-        """Prepare for a captured step, which stashes where it did when it was captured.
+        """Prepare for a captured step: what it keeps for a commit goes to the same memory as when it was recorded.
 
         Args:
             num_tokens: tokens of the step, padding included.
@@ -238,14 +251,14 @@ class RecurrentStates:
         self._stashed = False
 
     def tree_on(self, device: torch.device) -> StepTree:
-        """The tree of the step on this device, for models whose layers lie on several."""
+        """The draft tree of the step on this device, for models whose layers lie on several devices."""
         assert self.tree is not None
         if device not in self._trees:
             self._trees[device] = self.tree.to(device)
         return self._trees[device]
 
     def clear(self) -> None:
-        """Forget all tokens: the states are those before the first token of a text."""
+        """Discard all tokens: the states become those before the first token of a sequence."""
         self.begin_chain()
         self._set_first_step(True)
         for started in self.started.values():
@@ -255,7 +268,9 @@ class RecurrentStates:
             group.state_nHRD.zero_()
 
     def commit(self, token_indices: Sequence[int]) -> None:
-        """Advance the states along the accepted tokens of the last step; after a chain they have been advanced already.
+        """Advance the states along the accepted tokens of the last step.
+
+        After a pass whose tokens are a chain it does nothing, since the model's own code has advanced the states.
 
         Args:
             token_indices: indices into the step's tokens: a path that continues the prefix.
@@ -269,7 +284,7 @@ class RecurrentStates:
         self._has_advanced()
 
     def pack(self, token_indices: Sequence[int]) -> list[torch.Tensor]:
-        """What the last step stashed of these tokens, as flat tensors, to send to other ranks (`append`).
+        """Pack what the last step kept of these tokens into flat tensors, for the states of other ranks to `append`.
 
         Args:
             token_indices: indices into the step's tokens: a path that continues the prefix.
@@ -284,7 +299,7 @@ class RecurrentStates:
         """Advance the states along tokens that another rank computed.
 
         Args:
-            packed: the other rank's `pack`, as one flat tensor.
+            packed: what `pack` of the other rank's states returned, joined into one flat tensor.
             num_tokens: number of tokens in it.
         """
         offset = 0
@@ -298,7 +313,7 @@ class RecurrentStates:
         self._has_advanced()
 
     def nbytes(self) -> int:
-        """Bytes of memory that states and stashes take."""
+        """Bytes of memory that the states take, and the tensors in which steps keep what commits need."""
         return sum(tensor.nbytes for tensor in self._tensors())
 
     def _tensors(self) -> Iterator[torch.Tensor]:

@@ -1,6 +1,7 @@
-"""What releases of transformers name or do differently: found by looking at the installed one, never by its number.
+"""Names and behaviour that differ between releases of transformers.
 
-All of this lies in one file, so that a new release means work in one file.
+What the installed release has is found by looking at its code, never by its version number. All of this lies in one
+file, so that a new release of transformers means work in one file.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ EXPAND_LATENTS = "expand_kv"
 
 
 def cache_keyword(model: nn.Module) -> str:
-    """The argument of a causal LM's forward that takes the cache, such as "past_key_values".
+    """Name of the argument with which a causal LM's forward takes the cache, such as "past_key_values".
 
-    The model's own class decides, which may be older than the installed transformers. A wrapper that passes all
+    The model's own class decides, since it may be older than the installed transformers. A wrapper that passes all
     arguments on is taken to wrap a model of the installed release.
 
     Args:
@@ -33,9 +34,9 @@ def cache_keyword(model: nn.Module) -> str:
 
 
 def cache_name_in(keywords: Mapping[str, Any]) -> str | None:
-    """The argument that a call names its cache by, such as "past_key_values"; None: it has no cache.
+    """Name of the cache among the arguments of a call, such as "past_key_values"; None: there is no cache among them.
 
-    Releases of transformers differ in that name. The fields of an output are looked at likewise.
+    Releases of transformers differ in that name. The fields of a model's output can be searched in the same way.
 
     Args:
         keywords: arguments of the call, or fields of the output, by name.
@@ -44,7 +45,7 @@ def cache_name_in(keywords: Mapping[str, Any]) -> str | None:
 
 
 def cache_in(keywords: Mapping[str, Any]) -> Any:
-    """The cache among the arguments of a call, or the fields of an output, whatever its name; None: it has no cache.
+    """The cache among the arguments of a call, or the fields of an output, whatever its name; None: there is none.
 
     Args:
         keywords: arguments of the call, or fields of the output, by name.

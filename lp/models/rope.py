@@ -1,8 +1,9 @@
 """Rotary scalings that depend on the largest position of a forward pass: longrope and dynamic NTK.
 
-Past a length that the config names (the boundary) they rotate every token of the pass by other frequencies, so that
-tokens beyond it change those before it. A step therefore never straddles that length, and a prompt past it is prefilled
-as if in one pass. Other scalings (linear, llama3, yarn) depend on each token's own position alone.
+When a pass has positions past a length that the config names (the boundary), every token of the pass is rotated by
+other frequencies. So tokens past the boundary change the keys of tokens before it. A decode step therefore never
+straddles the boundary, and a prompt past it is prefilled with the frequencies of one pass over the whole prompt. Other
+scalings (linear, llama3, yarn) depend on each token's own position alone.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ REFILLING = {"phi3", "phimoe", "phi4_multimodal"}
 
 @dataclass(frozen=True)
 class RopeBoundary:
-    """The text length at which a model's rotary frequencies change.
+    """The sequence length at which a model's rotary frequencies change.
 
     Attributes:
-        length: a number of tokens; a forward pass whose positions are all below it has the original frequencies.
-        grows: whether every length beyond it has frequencies of its own (dynamic NTK), not one set for all (longrope).
-        refills: whether plain decoding computes the whole cache anew at the first step beyond it.
-        stretched: the most tokens that the scaling is meant for, where it follows from a factor; None: the config says
-            it.
+        length: a number of tokens; a forward pass whose positions (from 0) are all below it has the original
+            frequencies.
+        grows: whether every length past it has frequencies of its own (dynamic NTK), not one set for all (longrope).
+        refills: whether plain decoding computes the whole cache anew at the first step past it.
+        stretched: the most tokens that the scaling is meant for, where the config gives a factor; None: the config
+            names this number itself.
     """
 
     length: int
@@ -35,14 +37,14 @@ class RopeBoundary:
     stretched: int | None = None
 
     def limit(self, position: int, limit: int) -> int:
-        """The limit of positions for one decode step, so that its tokens have the frequencies that plain decoding uses.
+        """Limit the positions of one decode step, so that its tokens have the frequencies that plain decoding uses.
 
         Args:
-            position: position of the text's last token, with which the step begins.
-            limit: the limit of positions that the text has otherwise.
+            position: position of the sequence's last token, with which the step begins.
+            limit: the limit that the sequence has otherwise; exclusive.
 
         Returns:
-            The step may use positions below it.
+            The step may use positions below this number.
         """
         if position < self.length:
             return min(limit, self.length)
@@ -50,13 +52,13 @@ class RopeBoundary:
 
 
 def rope_boundary(config: Any) -> RopeBoundary | None:
-    """Where the rotary frequencies of a model change with the length of the text; None: they are fixed.
+    """Find the length at which a model's rotary frequencies change; None: they do not depend on the length.
 
     Args:
         config: config of the text model.
 
     Raises:
-        ValueError: kinds of layers whose frequencies change at different lengths.
+        ValueError: different kinds of layers change their frequencies at different lengths.
     """
     parameters = getattr(config, "rope_parameters", None) or {}
     layers = [p for p in parameters.values() if isinstance(p, Mapping)] or [parameters]  # by kind of layer, or for all

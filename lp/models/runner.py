@@ -1,7 +1,7 @@
 """ModelRunner: forward passes of one model over the tokens of prompts and decode steps.
 
-T: step tokens, L: cached tokens (the prefix), V: vocabulary size. `c` is the last token of the text so far, whose KV is
-not cached: the next step begins with it.
+T: step tokens, L: cached tokens (the prefix), V: vocabulary size. `c` is the last token of the sequence so far. Its KV
+is not cached yet: the next step begins with this token.
 """
 
 from __future__ import annotations
@@ -71,15 +71,18 @@ def runner_of(
     exact: Exact = Exact.TOKENS,
     kv_dtype: KVDtype = KVDtype.AUTO,
 ) -> ModelRunner:
-    """The model's runner with these settings, made at the first call; decoders share it, and so captured steps.
+    """Get the model's runner with these settings, made at the first call; decoders share it and its captured steps.
 
     Args:
-        model, attention, capture, kv_dtype: see `ModelRunner`.
-        exact: BITWISE: the runner is made for equal bits in every pass (`same_bits`); each value has a runner of its
-            own.
+        model: the causal LM.
+        attention: "auto", or the name of an attention backend.
+        capture: whether and how decode steps are captured, which means recorded once and then replayed.
+        exact: whether the runner must give a token the same bits in every pass: BITWISE if so. Each value has a runner
+            of its own.
+        kv_dtype: dtype in which caches store keys and values; AUTO: the model's own.
 
     Raises:
-        ValueError: what `ModelRunner` refuses.
+        ValueError: the model or a setting is one that `ModelRunner` refuses.
     """
     with lock_of(model):
         kept = vars(model).get(_KEPT)
@@ -96,10 +99,10 @@ def runner_of(
 
 
 def release(model: PreTrainedModel) -> None:
-    """Free all memory that this package holds for a model, and lay out its weights as they were before.
+    """Free all memory that this package holds for a model, and lay out its weights in memory as they were before.
 
-    That is captured steps, their KV cache, and weights in another layout. The next decoder makes them anew. Without
-    this call they are freed with the model, when Python's cycle collector next runs.
+    This covers captured steps, their KV cache, and weights in another layout. The next decoder makes them anew. Without
+    this call they are freed together with the model, when Python's cycle collector next runs.
     """
     with lock_of(model):
         for runner in vars(model).pop(_KEPT, _Kept()).values():
@@ -116,24 +119,29 @@ class ModelRunner:
     """Runs prefill and decode steps of one model: tree-shaped forward passes over a preallocated KV cache.
 
     Args:
-        model: any HF causal LM that honours a 4-D mask; other threads may use it. Only its weights may move in memory.
+        model: any causal LM of transformers that honours a 4-D mask; other threads may use it. It is not changed,
+            except that its weights may move in memory.
         attention: "auto", or the name of an attention backend.
-        capture: whether steps are padded to a few fixed sizes, whose kernels are recorded once and then replayed.
-        probe: whether to check with the model itself that it honours a tree mask, the first time it is used.
-        fused: whether steps run fused layers, where the model's are known exactly (see `lp.models.fused`).
-        same_bits: whether a token's row is to have the same bits in every pass: captured steps run no kernels that
-            round otherwise, and ranks that divide the model add up in the order of their numbers.
-        kv_dtype: how caches store keys and values.
+        capture: whether and how steps are captured: padded to a few fixed sizes, whose kernels are recorded once and
+            then replayed.
+        probe: whether to check, before the first use, that the model honours a tree mask, by running it on a few
+            tokens.
+        fused: whether steps run fused layers, where all parts of the model's layers are known (see `lp.models.fused`).
+        same_bits: whether a token must get the same bits in every pass: captured steps then run no kernels that round
+            differently, and ranks that divide the model add up in the order of their numbers.
+        kv_dtype: dtype in which caches store keys and values; AUTO: the model's own.
 
     Attributes:
         original: the model as it was given.
-        model: the runner's own view of it, with the same weights and the attention that was chosen.
-        network: what passes call: `model`, or fused layers over its weights.
-        backend: the attention backend that `auto` or the caller chose.
+        model: the runner's own view of the model, with the same weights and with the chosen attention backend.
+        network: the module that passes call: `model`, or fused layers over its weights.
+        backend: the attention backend that "auto" or the caller chose.
         captured: runs captured steps; None: steps are not captured.
-        widths: numbers of tokens that a pass may have, ascending: others are padded (`lp.models.bitwise`); empty: any.
-        step_times: measured step times, shared by decoders, by all that they depend on (`lp.engine.step_timing`).
-        exact: False for a quantised model whose kernels let tokens of a step change each other; a warning says so.
+        widths: numbers of tokens that passes are padded to, ascending, for equal bits (`lp.models.bitwise`); empty:
+            passes are not padded.
+        step_times: measured step times, which decoders share, by all that they depend on (`lp.engine.step_timing`).
+        exact: False for a quantised model whose kernels let tokens of a step change each other's results; a warning
+            says so.
 
     Raises:
         ValueError: an architecture or attention that takes no tree mask; a `kv_dtype` for a model without attention.
@@ -196,7 +204,7 @@ class ModelRunner:
 
     @property
     def takes_forests(self) -> bool:
-        """Whether one forward pass may have tokens of several sequences.
+        """Whether one forward pass may have draft trees of several sequences.
 
         It may not where layers keep the recurrent state of one sequence, or where rotary frequencies depend on the
         largest position of the pass.
@@ -254,11 +262,12 @@ class ModelRunner:
     def over(self, model: PreTrainedModel, fused: bool = True) -> ModelRunner:
         """Make a runner with these settings for another model, such as an excerpt of this one, to test or time it.
 
-        It does not check that the model honours a tree mask, and its caches do not quantise keys and values.
+        The new runner does not check that the model honours a tree mask, and its caches do not quantise keys and
+        values.
 
         Args:
             model: the other model.
-            fused: whether it may run fused layers; it does so if this runner does.
+            fused: whether the new runner may run fused layers; it does if this runner does.
         """
         name, fused = self.backend.name, fused and self.fused
         runner = type(self)(model, name, Capture.OFF, probe=False, fused=fused, same_bits=self._same_bits)
@@ -300,10 +309,10 @@ class ModelRunner:
     def follow(self) -> None:
         """Take notice of changes to the model since the last call: other weights, dtype, device, adapters or config.
 
-        It is called once for each text, before its cache is allocated.
+        It is called once for each sequence, before the sequence's cache is allocated.
 
         Raises:
-            ValueError: the config is now one that tree-shaped steps can't be exact for.
+            ValueError: the config has become one for which tree-shaped steps can't be exact.
         """
         check_supported(self.original.config)
         changed = self._follow_weights() or torch.get_num_threads() != self._asked_threads
@@ -313,7 +322,8 @@ class ModelRunner:
     def keep_widths(self, ask: Callable[[ModelRunner], tuple[int, ...]]) -> None:
         """Pad passes to certain numbers of tokens (`widths`) from now on, for `exact="bitwise"`.
 
-        They are found by trying the model out: now, and again when its weights or torch's threads have changed.
+        The widths are found by trying the model out: now, and again whenever its weights or torch's number of threads
+        have changed.
 
         Args:
             ask: tries out a runner and returns the widths; see `lp.models.equal_widths`.
@@ -355,10 +365,10 @@ class ModelRunner:
         return CapturedSteps(self.network, self.masks, mode, self._known, self.recurrent, replica, *how)
 
     def new_cache(self, capacity: int) -> StaticKVCache:
-        """An empty cache for one sequence: that of captured steps, if no other sequence has it.
+        """Get an empty cache for one sequence: that of captured steps, if no other sequence has it, else a new one.
 
         Args:
-            capacity: cache slots, at least; the prefix and the tokens of a step must fit together.
+            capacity: the least number of cache slots; the prefix and the tokens of a step must fit into it together.
         """
         if self.captured and not self.captured.reserved:
             _ = self.known_kinds  # else buffers would be made by a guess
@@ -367,24 +377,30 @@ class ModelRunner:
         return self.cache_without_buffers(capacity)
 
     def cache_without_buffers(self, capacity: int, deferred: bool = False) -> StaticKVCache:
-        """An empty cache for one sequence without memory yet: it is given some, or allocates its own in its first pass.
+        """Make an empty cache for one sequence, without memory as yet.
+
+        A pool gives it slots, or it allocates memory of its own in its first pass.
 
         Args:
-            capacity, deferred: see `StaticKVCache`.
+            capacity: number of cache slots.
+            deferred: whether moves that bring accepted tokens side by side are left to the next captured step.
         """
         layers = self.config.num_hidden_layers
         return new_cache(layers, capacity, False, deferred, self._known, self.recurrent, self.kv_dtype)
 
     def forget_kinds(self) -> None:
-        """Forget how many keys and values the model has, since this copy of a runner is to run fewer layers.
+        """Forget how many key and value tensors the model has, since this copy of a runner is to run fewer layers.
 
-        The runner that was copied keeps what it knows.
+        The runner that was copied keeps its own count.
         """
         self._known, self._knows_all = {}, False
 
     @property
     def known_kinds(self) -> dict[StatesKind, int]:
-        """How many keys and values of each kind the model has, to allocate KV caches by; found in a one-token pass."""
+        """How many key and value tensors of each kind (size, dtype, device) all layers have, to allocate KV caches by.
+
+        The first call runs a pass of one token to find out.
+        """
         if not self._knows_all:
             known = self._known
             with torch.inference_mode():
@@ -394,10 +410,10 @@ class ModelRunner:
 
     @contextmanager
     def borrowed_cache(self, capacity: int) -> Iterator[StaticKVCache]:
-        """Within the block, an empty cache for one generation, which no other generation gets meanwhile.
+        """Context manager that gives an empty cache for one generation, which no other generation gets meanwhile.
 
         Args:
-            capacity: cache slots, at least.
+            capacity: the least number of cache slots.
         """
         with self._lock:
             cache = self.new_cache(capacity)
@@ -419,7 +435,7 @@ class ModelRunner:
                     captured.release()
 
     def captures(self, cache: StaticKVCache) -> bool:
-        """Whether decode steps over this cache run as captured steps."""
+        """Whether decode steps over this cache run as captured steps, which are recorded once and then replayed."""
         return self.captured is not None and cache is self.captured.cache
 
     def prefill(
@@ -429,14 +445,14 @@ class ModelRunner:
         chunk: int,
         on_logits: Callable[[torch.Tensor], object] | None = None,
     ) -> None:
-        """Cache the KV of a prompt, a chunk of tokens a pass, so that no mask is larger than chunk x prompt.
+        """Cache the KV of a prompt in passes of at most `chunk` tokens, so that no mask is larger than chunk x prompt.
 
         Args:
             tokens: token ids of the prompt without its last token, which the first decode step computes.
             cache: an empty cache.
             chunk: most tokens of a pass.
-            on_logits: called with the logits (tokens of the pass, V) of every pass; of a divided model with this rank's
-                part of the vocabulary. None: the LM head computes as few logits as it can.
+            on_logits: called with the logits of every pass, (tokens of the pass, V), or this rank's part of the
+                vocabulary if ranks divide the model. None: the LM head computes as few logits as it can.
         """
         end = len(tokens)
         start = 0
@@ -453,7 +469,7 @@ class ModelRunner:
         """Cache a prompt up to its last image token, by one pass of the model as it was given, with its own attention.
 
         Args:
-            prompt: token ids.
+            prompt: token ids of the prompt.
             images: the prompt's images.
             cache: an empty cache.
         """
@@ -463,22 +479,22 @@ class ModelRunner:
         cache.commit(range(images.end))
 
     def padded(self, num_tokens: int) -> int:
-        """How many tokens a pass of so many computes, padding included."""
+        """How many tokens, padding included, are computed in a pass that is asked for so many tokens."""
         if not self.widths:
             return num_tokens
         return next(width for width in self.widths if width >= num_tokens)
 
     @property
     def most_padding(self) -> int:
-        """The most tokens by which a pass is padded; caches need as many slots more."""
+        """The most padding tokens that a pass can have; caches need as many slots more."""
         return max((next_ - width - 1 for width, next_ in itertools.pairwise((0, *self.widths))), default=0)
 
     def prompt_chunk(self, left: int, chunk: int) -> int:
         """How many tokens of a prompt the next pass is to cache.
 
         Args:
-            left: tokens that are left to cache.
-            chunk: tokens that a pass should have, about.
+            left: tokens of the prompt that are not cached yet.
+            chunk: about how many tokens a pass should have.
         """
         if self.widths:
             chunk = min(chunk, self.widths[-1])
@@ -490,18 +506,18 @@ class ModelRunner:
     def prompt_pass(
         self, tokens: Sequence[int], end: int, start: int, count: int, cache: StaticKVCache, num_logits: int = 0
     ) -> TreePass:
-        """Make the pass that caches some tokens of a prompt, behind those that are cached already.
+        """Make the pass that caches some tokens of a prompt, after the tokens that are cached already.
 
-        Where rotary frequencies depend on the largest position, the pass has one more token at position `end`, so that
-        every chunk gets the frequencies of one pass over the whole prompt.
+        Where rotary frequencies depend on the largest position, the pass has one more token at position `end`. So every
+        chunk of the prompt gets the frequencies that one pass over the whole prompt would have.
 
         Args:
             tokens: token ids of the prompt.
             end: position of the prompt's last token, whose KV the first decode step computes.
             start: position of the first token that the pass caches.
-            count: number of tokens that it caches.
-            cache: holds the tokens before `start`, and gets these.
-            num_logits: number of these tokens whose logits are computed, from the first on.
+            count: number of tokens that the pass caches.
+            cache: holds the tokens before `start`, and gets the new ones.
+            num_logits: number of the new tokens whose logits are computed, from the first one on.
         """
         anchor = [end] if self.boundary and end >= self.boundary.length else []
         own = [*tokens[start : start + count], *tokens[: len(anchor)]]
@@ -522,14 +538,15 @@ class ModelRunner:
             self._computed([TreePass([0], [0], [-1], cache, (0,))])
 
     def cross(self, text: Sequence[int], cache: StaticKVCache, chunk: int) -> None:
-        """Before the first step past the rotary boundary, cache the text up to its last token, as plain decoding would.
+        """Cache a sequence up to its last token, before its first step past the rotary boundary, like plain decoding.
 
-        Past that length (`RopeBoundary`) rotary frequencies are others. Only missing tokens are computed, under the old
-        frequencies; where plain decoding refills its cache, all are, under the new ones.
+        At this length rotary frequencies change (`RopeBoundary`). Usually only the tokens that are not cached yet are
+        computed, under the old frequencies. For models whose plain decoding computes the whole cache anew, all tokens
+        are computed, under the new frequencies.
 
         Args:
-            text: token ids of prompt and generated text.
-            cache: the text's cache.
+            text: token ids of prompt and generated tokens.
+            cache: the sequence's cache.
             chunk: most tokens of a pass.
         """
         assert self.boundary is not None
@@ -542,10 +559,10 @@ class ModelRunner:
             cache.commit(range(count))
 
     def staged(self, tree: TreePass) -> CapturedStep | None:
-        """The captured step that computes this pass, ready to be run; None: the pass runs uncaptured.
+        """Prepare the captured step that computes this pass, with its inputs written; None: the pass runs uncaptured.
 
         Args:
-            tree: the sequence's tokens.
+            tree: the sequence's tokens, and which of them each one sees.
         """
         if not self.captures(tree.cache) or tree.adapter is not None:
             return None
@@ -559,14 +576,14 @@ class ModelRunner:
             return None
 
     def captured_steps(self, num_tokens: int, cache: StaticKVCache) -> list[CapturedStep]:
-        """Capture the steps of all sizes up to so many tokens, so that none is captured while decoding.
+        """Capture steps of all sizes up to the one that fits so many tokens, so that none is captured while decoding.
 
         Args:
             num_tokens: tokens of the largest step.
-            cache: the text's cache, still empty.
+            cache: the sequence's cache, still empty.
 
         Returns:
-            The captured steps; empty where steps over this cache are not captured.
+            The captured steps; an empty list where steps over this cache are not captured.
         """
         if not self.captures(cache):
             return []
@@ -594,20 +611,20 @@ class ModelRunner:
         chain: bool = False,
         whole: bool = True,
     ) -> torch.Tensor:
-        """Run one pass of a sequence: returns logits of some tokens, and writes the KV of all, uncommitted.
+        """Run one pass of a sequence: return logits of some of its tokens, and write the KV of all, uncommitted.
 
         Args:
             tokens, positions: (T,), token ids, and their positions in the sequence.
             visible: bool (T, T); [i, j]: token i sees token j of the pass, besides the whole prefix.
-            cache: holds the prefix.
+            cache: holds the prefix, and gets the KV.
             logits_indices: indices of the tokens whose logits are computed; only these go through the LM head.
-            capture: whether it may run as a captured step, as do decode steps, of which there are many.
-            chain: whether each token sees all before it, and all will be committed.
-            whole: whether logits must be of the whole vocabulary; False: where ranks divide the model, this rank's part
-                does.
+            capture: whether the pass may run as a captured step, as decode steps do, since there are many of them.
+            chain: whether each token sees all tokens before it, and all tokens will be committed.
+            whole: whether the logits must cover the whole vocabulary. False: where ranks divide the model, they may
+                cover only this rank's part.
 
         Returns:
-            (len(logits_indices), V), valid until the next step.
+            Logits (len(logits_indices), V), valid until the next step.
         """
         tree = TreePass(tokens, positions, _parents_of(visible), cache, logits_indices, chain)
         if capture and (step := self.staged(tree)):
@@ -619,16 +636,16 @@ class ModelRunner:
         return self._whole(logits[: max(len(logits_indices), 1)], whole)
 
     def forward_trees(self, trees: Sequence[TreePass], capture: bool = False) -> PassLogits:
-        """Run one pass over the trees of one or more sequences; each one's KV is written to its own cache, uncommitted.
+        """Run one pass over the trees of one or more sequences; each sequence's KV goes to its own cache, uncommitted.
 
-        Where ranks divide the model, logits are of this rank's part of the vocabulary.
+        Where ranks divide the model, the logits cover only this rank's part of the vocabulary.
 
         Args:
-            trees: one for each sequence, at least one; exactly one, unless the model `takes_forests`.
-            capture: whether it may run as a captured step, as do decode steps; for one sequence only.
+            trees: the tokens of each sequence, at least one; exactly one, unless the model `takes_forests`.
+            capture: whether the pass may run as a captured step, as decode steps do; for one sequence only.
 
         Returns:
-            The logits of each tree's `logits_indices`, in the order of the trees.
+            Logits of the tokens at each tree's `logits_indices`, in the order of the trees.
         """
         counts = [len(tree.logits_indices) for tree in trees]
         if capture and self.captured and (step := self.staged(trees[0])):
@@ -642,10 +659,10 @@ class ModelRunner:
         return PassLogits(self._computed(trees), counts)
 
     def forward_prompt(self, tree: TreePass) -> PassLogits:
-        """Run a pass over a chunk of one prompt; as a captured step once chunks of its size have come often.
+        """Run a pass over a chunk of one prompt, as a captured step once chunks of about its size have come often.
 
         Args:
-            tree: the chunk, from `prompt_pass`, over the cache of captured steps.
+            tree: the chunk, from `prompt_pass`, with the cache of captured steps.
         """
         assert self.captured
         if self.captured.takes_prompt(len(tree.tokens)) and (step := self.staged(tree)):
@@ -709,12 +726,13 @@ class ModelRunner:
 
 
 class PassLogits(NamedTuple):
-    """The logits of one pass over one or more sequences.
+    """The logits of one forward pass over one or more sequences.
 
     Attributes:
-        rows: (at least n, V): the n rows that were asked for, those of the first sequence first; then padding.
-        counts: number of rows of every sequence.
-        step: the captured step that computed them, which overwrites them when it runs again; None: no captured step.
+        rows: (at least n, V): the n rows of V logits that were asked for, the first sequence's first; then padding.
+        counts: number of rows of every sequence; they add up to n.
+        step: the captured step that computed the rows, and overwrites them when it runs again; None: the pass was not a
+            captured step.
     """
 
     rows: torch.Tensor
@@ -722,7 +740,7 @@ class PassLogits(NamedTuple):
     step: CapturedStep | None = None
 
     def each(self) -> list[torch.Tensor]:
-        """The logits of every sequence apart: for each one (its entry of `counts`, V)."""
+        """Split the logits by sequence: a tensor (number of its rows, V) for each."""
         return list(self.rows[: sum(self.counts)].split(self.counts))
 
 

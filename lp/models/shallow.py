@@ -1,4 +1,4 @@
-"""Make a runner of a model's first layer alone, over the same weights, to time passes of the whole model quickly."""
+"""Make a runner for a model's first layer alone, over the same weights, to estimate the time of the whole model."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ Layer = Callable[..., Any]
 
 
 def shallow_runner(runner: ModelRunner, around: Callable[[Layer], Layer]) -> tuple[ModelRunner, int]:
-    """Make a runner of embeddings, the first layer and the LM head alone, to estimate the whole model's time.
+    """Make a runner for the embeddings, the first layer and the LM head alone, to estimate the whole model's time.
 
-    Where no list of layers is found, it runs the whole model, as one layer.
+    Where no list of layers is found in the model, the runner runs the whole model, which then counts as one layer.
 
     Args:
         runner: runs the whole model; other threads may use it meanwhile.
-        around: given the layer's forward, returns the function that is called in its place, such as one that times it.
+        around: given the layer's forward, returns the function to call instead of it, such as one that calls and times
+            it.
 
     Returns:
-        The runner, and how many such layers the model has.
+        The new runner, and how often the model has the layer that it runs.
     """
     num_layers: int = runner.config.num_hidden_layers
     shallow = copy.copy(runner)

@@ -1,7 +1,9 @@
-"""The layers of a model that is divided among the ranks of a replica: tensor parallelism.
+"""Layers of a model that the ranks of a replica divide among them (tensor parallelism).
 
 Layers that are divided by columns, so that each rank has some of the outputs, are plain linear layers with fewer
-outputs, and need no class here. E: hidden size; V: vocabulary size; T: ranks of the replica.
+outputs. They need no class here.
+
+E: hidden size; V: vocabulary size; T: ranks of the replica.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ class RowWiseLinear(nn.Module):
 
     Args:
         linear: this rank's part of the layer, without a bias.
-        bias: bias of the whole layer; added once, after the sum.
-        replica: the ranks.
+        bias: bias of the whole layer, added once, after the sum; None: the layer has no bias.
+        replica: the ranks that divide the layer.
     """
 
     def __init__(self, linear: nn.Linear, bias: nn.Parameter | None, replica: Replica) -> None:
@@ -44,11 +46,11 @@ class RowWiseLinear(nn.Module):
 
 
 class ShardedExperts(nn.Module):
-    """The experts of a layer, divided among ranks by their inner size: each has a part of all, and the ranks sum.
+    """The experts of a layer, divided among ranks by their inner size: a rank has a part of each, and the ranks sum.
 
     Args:
         experts: transformers' own module, with this rank's weights.
-        replica: the ranks.
+        replica: the ranks that divide the experts.
     """
 
     def __init__(self, experts: nn.Module, replica: Replica) -> None:
@@ -62,12 +64,14 @@ class ShardedExperts(nn.Module):
 
 
 class ShardedEmbedding(nn.Module):
-    """Token embeddings divided among ranks by the vocabulary: each looks up its own tokens, and the ranks sum.
+    """Token embeddings divided among ranks by the vocabulary.
+
+    Each rank looks up the tokens whose rows it has and gives zeros for the others. The ranks sum the results.
 
     Args:
         embedding: transformers' own module, with this rank's rows.
         num_embeddings: V, rows of the whole embedding.
-        replica: the ranks.
+        replica: the ranks that divide the embedding.
     """
 
     def __init__(self, embedding: nn.Embedding, num_embeddings: int, replica: Replica) -> None:
@@ -90,14 +94,15 @@ class ShardedEmbedding(nn.Module):
 
 
 class ShardedHead(nn.Module):
-    """An LM head divided among ranks by the vocabulary: each computes a part of the logits.
+    """An LM head divided among ranks by the vocabulary: each rank computes the logits of its own tokens.
 
-    Called as a module it gathers all logits; lp calls `linear` for this rank's part, and `whole` where all are needed.
+    Called as a module it gathers all logits from the ranks. lp calls `linear` for this rank's logits, and `whole` where
+    all are needed.
 
     Args:
         linear: this rank's rows of the LM head.
         out_features: V, rows of the whole LM head.
-        replica: the ranks.
+        replica: the ranks that divide the LM head.
     """
 
     def __init__(self, linear: nn.Linear, out_features: int, replica: Replica) -> None:
@@ -125,10 +130,11 @@ class ShardedHead(nn.Module):
         """Gather the logits of the whole vocabulary from all ranks.
 
         Args:
-            logits: this rank's part, (..., about V / T); whole ones are returned as they are.
+            logits: this rank's logits, (..., about V / T) with T ranks; logits of the whole vocabulary are returned as
+                they are.
 
         Returns:
-            (..., V).
+            Logits (..., V).
         """
         if logits.shape[-1] == self.out_features:
             return logits
@@ -142,22 +148,26 @@ class ShardedHead(nn.Module):
 
 
 def head_of(model: Any) -> ShardedHead | None:
-    """The LM head of a model that is divided among ranks (tensor parallelism); None: this rank has the whole model."""
+    """Get the LM head of a model that ranks divide (tensor parallelism); None: this rank has the whole model."""
     head = model.get_output_embeddings()
     return head if isinstance(head, ShardedHead) else None
 
 
 def replica_of(model: Any) -> Replica:
-    """The ranks that a model is divided among; a replica of this rank alone where it has the whole model."""
+    """Get the ranks that divide a model among them; a replica of this rank alone if it has the whole model."""
     head = head_of(model)
     return head.replica if head else Replica()
 
 
 def sum_in_rank_order(model: Any) -> None:
-    """Let the ranks that divide a model sum in the order of their numbers from now on: bits then depend on no size.
+    """Let the ranks that divide a model sum in the order of their numbers from now on.
+
+    An all-reduce may sum in another order for tensors of another size. In rank order a token's bits do not depend on
+    how many tokens a pass has.
 
     Args:
-        model: a view of the model (`lp.models.view`), whose layers that talk to other ranks are its own.
+        model: a view of the model, a copy of its modules over the same weights. The layers that talk to other ranks are
+            changed.
     """
     for module in model.modules():
         if isinstance(module, (RowWiseLinear, ShardedExperts, ShardedEmbedding, ShardedHead)):
@@ -165,14 +175,14 @@ def sum_in_rank_order(model: Any) -> None:
 
 
 def check_divided(model: Any, replica: Replica) -> None:
-    """Refuse a model that was divided among another number of ranks than are to run it.
+    """Refuse a model that is divided among another number of ranks than those that are to run it.
 
     Args:
         model: the model, whole or divided.
-        replica: the ranks that are to run it.
+        replica: the ranks that are to run the model.
 
     Raises:
-        ValueError: names both numbers and the remedy.
+        ValueError: the numbers differ; names both numbers and the remedy.
     """
     size = replica_of(model).size
     if size != replica.size:

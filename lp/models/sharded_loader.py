@@ -1,6 +1,6 @@
-"""Load a model that ranks divide: each reads its own slices of the safetensors files, straight to its device.
+"""Load a model that ranks divide: each rank reads its own slices of the safetensors files, straight to its device.
 
-No rank ever holds a whole layer, and no more of a file is mapped than one tensor.
+No rank ever holds a whole layer, and at any time only one tensor of a file is mapped into memory.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ def load_divided(
     plan: Plan | None,
     **kwargs: Any,
 ) -> PreTrainedModel:
-    """Load this rank's part of a model that the ranks of a replica divide.
+    """Load this rank's part of a model that the ranks of a replica divide among them.
 
     Args:
         source: folder, or hub name.
         config: the checkpoint's config.
-        replica: the ranks.
-        device: where to load the weights.
-        dtype: dtype of the weights; "auto" is the checkpoint's.
-        plan: the user's plan; None takes the model's own.
-        kwargs: `attn_implementation`, `trust_remote_code`, `local_files_only`.
+        replica: the ranks that divide the model.
+        device: device to load the weights to.
+        dtype: dtype for the weights; "auto" is the checkpoint's.
+        plan: a user's plan of how modules are divided; None takes the model's own plan.
+        kwargs: `attn_implementation`, `trust_remote_code` and `local_files_only`, as transformers has them.
 
     Raises:
         ValueError: weights that are quantised in a way that ranks cannot divide, files that are missing or damaged,
@@ -146,12 +146,14 @@ def _compute_buffers(model: PreTrainedModel, device: str | torch.device) -> None
 
 
 class Checkpoint:
-    """The safetensors files of a model, opened for one tensor at a time, since what is mapped counts as memory.
+    """The safetensors files of a model, from which parts of weights are read.
+
+    Files are opened for one tensor at a time, since all that is mapped counts as memory of the process.
 
     Args:
         source: folder, or hub name.
-        offline: whether to look into the hub's cache alone.
-        quantised: how quantised weights are stored; None: none are quantised.
+        offline: whether to look for files of the hub only in its local cache.
+        quantised: how quantised weights are stored; None: no weights are quantised.
 
     Raises:
         ValueError: there are no such files, or one is damaged.
@@ -193,9 +195,9 @@ class Checkpoint:
         self._tensors = self.quantised.stored(self._file_of, metadata)
 
     def rename(self, model: PreTrainedModel) -> None:
-        """Map the names of a model's weights to those in the files, as transformers renames weights when it loads them.
+        """Find the name in the files for each weight of a model, as transformers renames weights when it loads them.
 
-        Call it before `has`, `equal` and `read`, which take the model's names.
+        Call this before `has`, `equal` and `read`, which take the model's names.
 
         Args:
             model: the model, which may be on torch's meta device.
@@ -229,7 +231,7 @@ class Checkpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the first floating-point weight in the first file: the checkpoint's, where its config names none."""
+        """Dtype of the first floating-point weight in the first file, for checkpoints whose config names no dtype."""
         if not self._file_of:
             return torch.float32
         first = min(self._file_of, key=self._file_of.__getitem__)
@@ -238,11 +240,14 @@ class Checkpoint:
         return next(filter(None, stored), torch.float32)
 
     def has(self, name: str) -> bool:
-        """Whether the checkpoint has a weight of this name, as the model calls it."""
+        """Whether the checkpoint has a weight of this name, which is the model's name for it."""
         return name in self._stored
 
     def equal(self, name: str, other: str) -> bool:
-        """Whether two weights, by the model's names, have the same values; a few rows at a time are held in memory."""
+        """Whether two weights, given by the model's names, have the same values.
+
+        Only a few rows of them are held in memory at a time.
+        """
         ours, theirs = self._stored[name], self._stored[other]
         if ours in self._tensors or theirs in self._tensors:
             one, two = (self._tensors.get(each, {"": each}) for each in (ours, theirs))
@@ -269,11 +274,11 @@ class Checkpoint:
         """Read a part of a weight to a device.
 
         Args:
-            name: the model's name of the weight.
-            shape: shape of the whole weight in the model.
-            part: the part; None: all of it.
-            device: where the part goes.
-            dtype: dtype that it is cast to.
+            name: the model's name for the weight.
+            shape: shape that the whole weight has in the model.
+            part: the part to read; None: the whole weight.
+            device: device to read it to.
+            dtype: dtype to cast it to.
 
         Raises:
             ValueError: the weight is missing, damaged, or of another shape.
@@ -361,7 +366,7 @@ class Checkpoint:
         raise self.missing(wanted)
 
     def missing(self, name: str) -> UserError:
-        """The error to raise for a weight that the files do not have."""
+        """Make the error to raise for a weight that the files do not have."""
         return UserError(
             f"cannot load {self.source!r}: the weights have no {name}; use a complete checkpoint of a causal LM, "
             "with the config that belongs to it; of some checkpoints transformers computes other weights, "

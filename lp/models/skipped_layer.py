@@ -1,4 +1,4 @@
-"""Stand-ins for a layer, or the LM head, that is left out of a view of a model."""
+"""Stand-ins for layers, or the LM head, that a view of a model leaves out."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from torch import nn
 
 @dataclass(eq=False)
 class OutputForm:
-    """What the layers of a model return besides hidden states, for skipped layers to return as much.
+    """What the layers of a model return besides hidden states, so that their stand-ins return it, too.
 
     Attributes:
-        rest: what follows hidden states in a tuple; None: layers return hidden states alone.
+        rest: what follows the hidden states in the tuple that layers return; None: layers return hidden states alone.
     """
 
     rest: tuple[Any, ...] | None = None
 
     def note(self, layer: nn.Module, args: Any, output: Any) -> None:
-        """Take the form from what a layer returns; called as a forward hook of that layer."""
+        """Record what a layer returns besides hidden states; called as a forward hook of that layer."""
         self.rest = tuple(output[1:]) if isinstance(output, tuple) else None
 
 
 class SkippedLayer(nn.Module):
-    """Stands in for a decoder layer and returns its input; it has the attributes of that layer.
+    """Stands in for a decoder layer that is skipped: returns its input, and has the attributes of that layer.
 
     Args:
-        layer: the layer that it stands in for, which does not become a part of this module.
+        layer: the layer that it stands in for, which is not registered as a submodule.
         index: index of that layer in the model.
-        form: what the layer returns besides hidden states.
+        form: what the model's layers return besides hidden states.
     """
 
     def __init__(self, layer: nn.Module, index: int, form: OutputForm) -> None:
@@ -49,7 +49,7 @@ class SkippedLayer(nn.Module):
 
 
 class NoHead(nn.Module):
-    """Stands in for the LM head where no logits are needed, and returns its input.
+    """Stands in for the LM head where no logits are needed, and returns its input, the hidden states.
 
     Args:
         dtype: dtype of its empty `weight`, which some models look up.

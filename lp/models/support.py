@@ -1,6 +1,6 @@
-"""Refuse, by its config or adapter alone, a model that a tree-shaped step can't be exact for.
+"""Refuse models and adapters with which a tree-shaped decode step can't be exact, by looking at their config alone.
 
-For whatever is not refused here by name, the probe (`lp.models.probe`) runs the model itself.
+Models that are not refused here are checked by running them on a few tokens (`lp.models.probe`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def check_supported(config: Any) -> None:
         config: the model's config.
 
     Raises:
-        ValueError: names the architecture, why, and the remedy.
+        ValueError: the model is refused; names the architecture, why, and the remedy.
     """
     kind = getattr(config, "model_type", "unknown")
     if getattr(config, "is_encoder_decoder", False):
@@ -85,7 +85,7 @@ def check_adapter(model: Any) -> None:
         model: a model, with or without adapters.
 
     Raises:
-        ValueError: names the kind of adapter, why, and the remedy.
+        ValueError: an adapter is refused; names the kind of adapter, why, and the remedy.
     """
     active = getattr(model, "active_peft_config", None)  # of PEFT's wrapper; the model inside has those of all adapters
     configs = getattr(model, "peft_config", None) if active is None else {"": active}
@@ -106,17 +106,18 @@ def check_adapter(model: Any) -> None:
 def logit_rounding(model: Any, kv_dtype: KVDtype = KVDtype.AUTO) -> float:
     """The most by which a token's logits differ with the tokens beside it in a pass, as a share of the largest logit.
 
-    Ranks that compare their logits allow for it. It is the root of the precision that the model computes in, half of
-    the digits: kernels for other numbers of tokens round differently. A trained model of 30 layers differs from itself,
-    one token a pass against eight, by 3e-6 in float32, 0.001 in float16 and 0.01 in bfloat16, where these are 3e-4,
-    0.03 and 0.09. Transformers' norms and softmax compute in float32 at most. The router of a mixture of experts may
-    take either of two experts that are as good, so that bfloat16's precision is the most to ask. A key that lies
-    between two numbers of a quantised cache may be stored as either. Quantised activations that depend on the tokens
-    beside them have no bound.
+    Ranks that compare their logits allow for this difference: kernels for other numbers of tokens round differently. It
+    is the square root of the relative precision that the model computes in, about 3e-4 in float32, 0.03 in float16 and
+    0.09 in bfloat16. Measured on a trained model of 30 layers, passes of one and of eight tokens differ by 3e-6, 0.001
+    and 0.01. Float64 counts as float32, since transformers' norms and softmax compute in float32 at most.
+
+    A mixture of experts counts as bfloat16, or worse, since its router may take either of two experts that are equally
+    good. A quantised cache counts with its own precision, since a key between two of its numbers may be stored as
+    either. Where activations are quantised, there is no bound.
 
     Args:
         model: a causal LM.
-        kv_dtype: how its cache stores keys and values.
+        kv_dtype: dtype in which its cache stores keys and values.
 
     Returns:
         The share, such as 0.09; infinite where there is no bound.
@@ -134,7 +135,10 @@ def logit_rounding(model: Any, kv_dtype: KVDtype = KVDtype.AUTO) -> float:
 
 
 def float32_precision() -> float:
-    """Relative precision of float32 products as torch is set to compute them: twice the largest error of a rounding."""
+    """Relative precision of float32 matrix products, as torch is set to compute them (TF32 or bfloat16, if allowed).
+
+    It is the step between neighbouring numbers, twice the largest rounding error: 2^-23 for full float32.
+    """
     try:
         return FLOAT32_PRECISION[torch.get_float32_matmul_precision()]
     except RuntimeError:  # set by torch.backends' own switches, which this call does not read

@@ -1,9 +1,10 @@
-"""Divides a model among the ranks of a replica, as the model's own plan says: the one module that knows plans.
+"""Divides a model among the ranks of a replica, by the model's own plan or a user's.
 
-A plan is transformers' `base_model_tp_plan`, read as data: patterns of module names, in which `*` is a layer's number,
-and how each is divided. Attention is divided by heads, so that each rank's KV cache holds its own heads alone; where
-there are fewer KV heads than ranks, several ranks hold the same one. Modules that a plan does not name are whole on
-every rank.
+A plan is transformers' `base_model_tp_plan`, read as data. It maps patterns of module names, in which `*` is a layer's
+number, to the way in which these modules are divided. Attention is divided by heads, so that each rank's KV cache holds
+its own heads alone. Where there are fewer KV heads than ranks, several ranks hold the same head. Modules that a plan
+does not name are whole on every rank. No other module of lp reads plans.
+
 T: ranks of the replica; H: query heads; G: KV heads; D: head dimension; V: vocabulary size; I: inner size of an MLP.
 """
 
@@ -52,18 +53,18 @@ Fetch = Callable[[str, nn.Parameter, Part | None], torch.Tensor]
 
 
 def plan_of(model: PreTrainedModel, given: Plan | None = None) -> dict[str, str]:
-    """How the modules of a model are divided among ranks, from its config's plan or a user's.
+    """Find out how the modules of a model are divided among ranks: by its config's plan, or by a user's.
 
     Args:
         model: the model.
-        given: a user's plan in the place of the model's own, as {"layers.*.mlp.up_proj": "colwise"}.
+        given: a user's plan in the place of the model's own, such as {"layers.*.mlp.up_proj": "colwise"}.
 
     Returns:
-        A style such as COLUMNS, by pattern of the modules' full names, in which `*` is a layer's number.
+        For each pattern of full module names, in which `*` is a layer's number, a style such as COLUMNS.
 
     Raises:
-        ValueError: there is no plan, it divides no module, or it has a style that is not known; names it, and the
-            format.
+        ValueError: there is no plan, it divides no module, or it has a style that is not known; names the problem and
+            the format of a plan.
     """
     config = model.config.get_text_config()
     named = given or getattr(config, "base_model_tp_plan", None) or {}
@@ -86,15 +87,20 @@ def _text_model(model: PreTrainedModel) -> str:
 
 
 def divide(model: PreTrainedModel, replica: Replica, plan: Plan | None = None) -> PreTrainedModel:
-    """Divide a whole model among the ranks of a replica, in place: each rank keeps its own parts.
+    """Divide a model, which every rank of a replica has in memory, among these ranks, in place.
+
+    Each rank keeps its own parts.
 
     Args:
-        model: the model in memory; equal on every rank.
-        replica: the ranks.
-        plan: a user's plan; None takes the model's own.
+        model: the whole model; equal on every rank.
+        replica: the ranks that divide it.
+        plan: a user's plan of how modules are divided; None takes the model's own plan.
+
+    Returns:
+        The given model.
 
     Raises:
-        ValueError: a model that cannot be divided so; names it and why.
+        ValueError: the model cannot be divided so; names the obstacle.
     """
     return divided(model, replica, plan, _held)
 
@@ -104,13 +110,13 @@ def divided(model: PreTrainedModel, replica: Replica, plan: Plan | None, fetch: 
 
     Args:
         model: the whole model; its parameters may be on torch's meta device.
-        replica: the ranks.
-        plan: a user's plan; None takes the model's own.
-        fetch: given a parameter's name, the whole parameter and this rank's part (None: all), returns the part's
-            values.
+        replica: the ranks that divide it.
+        plan: a user's plan of how modules are divided; None takes the model's own plan.
+        fetch: given a parameter's name, the whole parameter and the part that this rank holds (None: all of it),
+            returns the values of that part.
 
     Returns:
-        The model that was given.
+        The given model, changed in place.
     """
     if replica.size == 1:
         return model
@@ -132,19 +138,19 @@ def _held(name: str, weight: nn.Parameter, part: Part | None) -> torch.Tensor:
 
 
 def parts_of(model: PreTrainedModel, replica: Replica, styles: Mapping[str, str]) -> Parts:
-    """Which part of every parameter this rank holds, where ranks divide the model.
+    """Find out which part of every parameter this rank holds, where ranks divide the model.
 
     Args:
         model: the whole model.
-        replica: the ranks.
+        replica: the ranks that divide it.
         styles: how its modules are divided, from `plan_of`.
 
     Returns:
-        Parts by name of the parameter; one that is missing is whole on every rank.
+        The part of each parameter, by the parameter's name. Parameters without an entry are whole on every rank.
 
     Raises:
-        ValueError: T, the number of ranks, does not divide the heads; or a module that the plan names is of another
-            kind.
+        ValueError: the heads cannot be divided among so many ranks, or a module that the plan names is of a kind that
+            cannot be divided.
     """
     heads = _Heads.of(model)
     heads.check(replica.size)
@@ -177,23 +183,24 @@ def parts_of(model: PreTrainedModel, replica: Replica, styles: Mapping[str, str]
 
 
 def style_of(name: str, styles: Mapping[str, str]) -> str | None:
-    """The style that a plan has for a module; None: the plan does not name it.
+    """Look up the style that a plan gives to a module; None: the plan does not name the module.
 
     Args:
         name: full name of the module, such as "model.layers.3.mlp.up_proj".
-        styles: the plan, from `plan_of`.
+        styles: the plan's styles, from `plan_of`.
     """
     return styles.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
 
 
 def division_of(name: str, styles: Mapping[str, str]) -> str | None:
-    """How lp divides a module among ranks: COLUMNS, ROWS or EXPERTS; None: every rank has all of it.
+    """How lp divides a module among ranks: COLUMNS, ROWS or EXPERTS; None: every rank has all of the module.
 
-    Where a plan would gather an output or split an input, lp divides the layers that it knows and leaves others whole.
+    Some plans gather a layer's output, or split a layer's input. There lp divides the layers that it knows and leaves
+    other layers whole.
 
     Args:
         name: full name of the module, such as "model.layers.3.mlp.up_proj".
-        styles: the plan, from `plan_of`.
+        styles: the plan's styles, from `plan_of`.
     """
     style = style_of(name, styles)
     path, _, last = name.rpartition(".")
@@ -227,7 +234,7 @@ def _experts(name: str, module: nn.Module, replica: Replica, styles: Mapping[str
 
 
 def _in_each(replica: Replica, *sizes: int) -> tuple[tuple[int, int], ...]:
-    """This rank's part of each of several outputs that lie one behind the other."""
+    """This rank's part of each of several outputs that lie side by side."""
     ranges, start = [], 0
     for size in sizes:
         first, last = replica.part(size)

@@ -1,4 +1,4 @@
-"""One sequence's part of a forward pass: a tree of tokens behind its cached prefix."""
+"""One sequence's part of a forward pass: a tree of tokens that continue its cached prefix."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ class TreePass(NamedTuple):
 
     Attributes:
         tokens, positions: (T,), token ids, and their positions in the sequence.
-        parents: (T,), index of the nearest earlier token that each one sees, -1 for none: a token sees its parent and
-            all that the parent sees.
+        parents: (T,), index of each token's parent, the nearest earlier token that it sees; -1: it has no parent. A
+            token sees its parent and all that the parent sees.
         cache: holds the prefix, and gets the KV of these tokens.
         logits_indices: indices of the tokens whose logits are computed; may be empty.
-        chain: whether each token sees all before it, and all will be committed, as in a prompt.
-        rotary_offset: added to `positions` for the rotary embedding; not 0 behind images of some models.
-        adapter: name of the LoRA adapter that the sequence goes through; None: those that are active on the model.
+        chain: whether each token sees all tokens before it, and all will be committed, as in a prompt.
+        rotary_offset: added to `positions` for the rotary embedding; not 0 after images, in some models.
+        adapter: name of the LoRA adapter that the sequence goes through; None: the adapters that are active on the
+            model.
     """
 
     tokens: Sequence[int] | np.ndarray
@@ -37,7 +38,7 @@ class TreePass(NamedTuple):
     adapter: str | None = None
 
     def padded(self, count: int) -> TreePass:
-        """This pass with `count` more tokens at its end, which no other token sees and which get no logits."""
+        """Make a copy with `count` more tokens at the end, which no other token sees and which get no logits."""
         if count <= 0:
             return self
         fields = (self.tokens, self.tokens[0]), (self.positions, self.positions[0]), (self.parents, -1)
@@ -45,5 +46,5 @@ class TreePass(NamedTuple):
         return self._replace(tokens=tokens, positions=positions, parents=parents)
 
     def visible(self) -> np.ndarray:
-        """Visibility of the pass's tokens, bool (T, T); [i, j]: token i sees token j."""
+        """Which tokens of the pass see which, bool (T, T); [i, j]: token i sees token j."""
         return ancestors(self.parents)

@@ -1,15 +1,17 @@
 """Recurrent layers over a tree: every node's output is that of the recurrence along its own path, in one pass.
 
-T: tokens, nodes of a tree in topological order; H: heads; F: groups of heads that share vectors; R, D: rows and columns
-of a head's state S (R, D); K: taps of a convolution; C: its channels; n: layers of one shape; P: tokens of a path. The
-state S_0 and the last inputs of the convolution are those behind the cached prefix.
+T: tokens, the nodes of a tree in topological order; H: heads; F: groups of heads that share vectors; R, D: rows and
+columns of a head's state S (R, D); K: taps of a convolution; C: its channels; n: layers of one shape; P: tokens of a
+path. S_0 is the state at the end of the cached prefix.
 
-G_i is the sum of the log decays g over the path of node i, which is its ancestors and itself. A state is a sum of outer
-products, S_i = exp(G_i) S_0 + sum_j exp(G_i - G_j) left_j right_j^T over the path: so what a node reads from the
-others' products is a weighted sum, and the state behind a path is known without any of the states in between.
+The path of node i is its ancestors and itself, and G_i is the sum of the log decays g over this path. A state is a sum
+of outer products, S_i = exp(G_i) S_0 + sum_j exp(G_i - G_j) left_j right_j^T, where j runs over the path. So what a
+node reads from other nodes' products is a weighted sum, and the state at the end of a path can be computed without the
+states in between.
 
-The gated delta rule is arXiv 2412.06464, its form with a triangular system arXiv 2406.06484, Mamba-2 arXiv 2405.21060.
-There the tokens are a chain and j runs over all before i; here it runs over the path.
+The gated delta rule is from arXiv 2412.06464, its form with a triangular system from arXiv 2406.06484, Mamba-2 from
+arXiv 2405.21060. In these papers the tokens are a chain and j runs over all tokens before i; here it runs over the
+path.
 """
 
 from __future__ import annotations
@@ -25,9 +27,10 @@ class StepTree:
 
     Attributes:
         visible_TT: bool; [i, j]: node j is on the path of node i, which is its ancestors and itself.
-        roots_T: bool, nodes without a parent, which continue the prefix itself.
-        earlier_TK: int64, indices of the K - 1 tokens before each node on its path, then of the node; -1 is the last
-            token of the prefix, -2 the one before it. K: the largest number of a convolution's taps.
+        roots_T: bool, True for nodes without a parent, which continue the prefix itself.
+        earlier_TK: int64, the index of each node after the indices of the K - 1 tokens before it on its path, the
+            nearest last; -1 is the last token of the prefix, -2 the token before that. K: the largest number of taps of
+            a convolution.
     """
 
     visible_TT: torch.Tensor
@@ -36,11 +39,11 @@ class StepTree:
 
     @classmethod
     def of(cls, visible_TT: torch.Tensor, taps: int) -> StepTree:
-        """Make the tree of a decode step from what its nodes see.
+        """Make the tree of a decode step from a matrix that says which nodes see which.
 
         Args:
-            visible_TT: bool; [i, j]: node i sees node j: its ancestors and itself, which come before it.
-            taps: the largest number of a convolution's taps.
+            visible_TT: bool; [i, j]: node i sees node j. A node sees itself and its ancestors, which come before it.
+            taps: the largest number of taps of a layer's convolution.
         """
         device = visible_TT.device
         num_tokens = len(visible_TT)
@@ -55,21 +58,23 @@ class StepTree:
         return cls(visible_TT, parent_T < 0, torch.stack(earlier[::-1], 1) - offset)
 
     def to(self, device: torch.device) -> StepTree:
-        """A copy of this tree on another device, for layers that lie there."""
+        """Copy this tree to another device, for layers that lie there."""
         return StepTree(self.visible_TT.to(device), self.roots_T.to(device), self.earlier_TK.to(device))
 
 
 def decays(tree: StepTree, g_HT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Factors by which nodes forget the prefix, exp(G_i), and each other, exp(G_i - G_j).
+    """Factors by which nodes of a tree forget the prefix, and forget the nodes before them on their path.
 
-    G is summed in float64: behind a token that forgets nearly all, G is large, and differences of it are small.
+    G_i is the sum of the log decays over the path of node i, its ancestors and itself. It is summed in float64: after a
+    token that forgets nearly all, G is large, and its differences are small.
 
     Args:
         tree: the step's tree.
-        g_HT: log decays of the nodes.
+        g_HT: log decays of the nodes, H heads, T nodes.
 
     Returns:
-        exp(G_i), (H, T), and exp(G_i - G_j), (H, T, T), which is 0 for nodes j that are not on the path of i.
+        exp(G_i), (H, T), for the prefix; and exp(G_i - G_j), (H, T, T), which is 0 for nodes j that are not on the path
+        of i.
     """
     total_HT = g_HT.double() @ tree.visible_TT.double().T
     between_HTT = (total_HT[:, :, None] - total_HT[:, None]).to(g_HT.dtype).exp()
@@ -88,19 +93,21 @@ def gated_delta_rule(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gated delta rule along every path of a tree, as Qwen3-Next's linear attention has it.
 
-    S_i = exp(g_i) S_p + k_i delta_i^T, delta_i = beta_i (v_i - exp(g_i) S_p^T k_i), o_i = S_i^T q_i; p is the parent of
-    i. With A_ij = beta_i exp(G_i - G_j) (k_i . k_j) for the ancestors j of i, all delta are the solution of (I + A)
-    delta = beta (v - exp(G) S_0^T k), unit lower triangular since ancestors come first.
+    S_i = exp(g_i) S_p + k_i delta_i^T, delta_i = beta_i (v_i - exp(g_i) S_p^T k_i), o_i = S_i^T q_i, where p is the
+    parent of i, S_0 the state after the prefix, and G_i the sum of g over the path of i. With A_ij = beta_i exp(G_i -
+    G_j) (k_i . k_j) for the ancestors j of i, all delta together are the solution of (I + A) delta = beta (v - exp(G)
+    S_0^T k), which is unit lower triangular since ancestors come first.
 
     Args:
         tree: the step's tree.
         state_HRD: S_0.
         q_HTR, k_HTR, v_HTD: queries, keys and values of the nodes.
         g_HT: log decays.
-        beta_HT: how much of a value each node writes, 0 to 1 (some models: to 2).
+        beta_HT: factor with which each node writes its value, 0 to 1 (in some models 0 to 2).
 
     Returns:
-        o (H, T, D), and delta (H, T, D): left and right vectors of the state's outer products are k and delta.
+        Outputs o (H, T, D), and delta (H, T, D). k and delta are the left and right vectors of the outer products that
+        the state is a sum of.
     """
     from_prefix_HT, between_HTT = decays(tree, g_HT)
     read_HTD = torch.cat([k_HTR, q_HTR], 1) @ state_HRD
@@ -121,17 +128,20 @@ def state_space(
     x_HTR: torch.Tensor,
     g_HT: torch.Tensor,
 ) -> torch.Tensor:
-    """Mamba-2's state space along every path of a tree: S_i = exp(g_i) S_p + x_i b_i^T, o_i = S_i c_i; p is i's parent.
+    """Mamba-2's state space along every path of a tree: S_i = exp(g_i) S_p + x_i b_i^T, o_i = S_i c_i.
+
+    p is the parent of node i. x and b are the left and right vectors of the outer products that the state is a sum of.
 
     Args:
         tree: the step's tree.
-        state_HRD: S_0.
-        c_FTD, b_FTD: what nodes read and write with; each group serves H / F neighbouring heads.
-        x_HTR: inputs times the time step; left and right vectors of the state's outer products are x and b.
-        g_HT: log decays, A times the time step.
+        state_HRD: S_0, the state after the prefix.
+        c_FTD, b_FTD: vectors with which nodes read from the state (c) and write to it (b). There are F groups of them;
+            each serves H / F neighbouring heads.
+        x_HTR: inputs times the time step.
+        g_HT: log decays: Mamba-2's A times the time step.
 
     Returns:
-        o (H, T, R).
+        Outputs o (H, T, R).
     """
     from_prefix_HT, between_HTT = decays(tree, g_HT)
     groups, num_tokens, columns = c_FTD.shape
@@ -149,16 +159,16 @@ def convolution(
     weight_CK: torch.Tensor,
     bias_C: torch.Tensor | None,
 ) -> torch.Tensor:
-    """A causal convolution of each channel along every path of a tree, as recurrent layers have it before their state.
+    """A causal convolution of each channel along every path of a tree, which recurrent layers apply to their inputs.
 
     Args:
         tree: the step's tree.
-        last_CK: the last inputs of the prefix, the newest one last.
-        inputs_TC: inputs of the nodes.
-        weight_CK, bias_C: weights and bias of the convolution; None: it has no bias.
+        last_CK: the last K inputs of the prefix, the newest one last; C channels, K taps.
+        inputs_TC: inputs of the T nodes.
+        weight_CK, bias_C: weights and bias of the convolution; a bias of None: it has no bias.
 
     Returns:
-        (T, C), in float32 or wider.
+        Outputs (T, C), in float32 or wider.
     """
     taps = weight_CK.shape[1]
     wide = torch.promote_types(inputs_TC.dtype, torch.float32)
@@ -173,11 +183,14 @@ def convolution(
 def advanced_state(
     state_nHRD: torch.Tensor, left_nHPR: torch.Tensor, right_nHPD: torch.Tensor, g_nHP: torch.Tensor
 ) -> torch.Tensor:
-    """The states behind a path of P tokens: exp(G) S_0 + sum_j exp(G - G_j) left_j right_j^T, with G of the last token.
+    """The states of n layers after a path of P tokens: exp(G) S_0 + sum_j exp(G - G_j) left_j right_j^T.
+
+    G_j is the sum of the log decays up to token j, and G the sum over the whole path. A state has H heads of R rows and
+    D columns.
 
     Args:
-        state_nHRD: S_0 of n layers.
-        left_nHPR, right_nHPD: vectors of the tokens' outer products.
+        state_nHRD: S_0, the states of the layers before the path.
+        left_nHPR, right_nHPD: left and right vectors of the tokens' outer products.
         g_nHP: log decays of the tokens.
     """
     total_nHP = g_nHP.double().cumsum(-1)

@@ -1,6 +1,6 @@
-"""What the probe runs: a tree-shaped step behind a few tokens, as it is and with a planted fault.
+"""The steps that the probe (the check that a model honours tree masks) runs, as they are and with a planted fault.
 
-T: nodes, N: keys, E: hidden size.
+A tree-shaped step follows a few cached tokens. T: nodes, N: keys, E: hidden size.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ BRANCHES = [[0, 1, 3, 5], [0, 2, 4, 6]]
 
 
 class StepRunner(Protocol):
-    """What the probe needs of a model runner; see `lp.models.runner.ModelRunner` for the attributes and methods."""
+    """The attributes and methods of a model runner that the probe uses, to check that a model honours tree masks.
+
+    `lp.models.runner.ModelRunner` describes them.
+    """
 
     original: PreTrainedModel
     model: PreTrainedModel
@@ -64,8 +67,8 @@ class Fault:
 
     Attributes:
         kind: "sees one too many", "sees one too few" or "has another position".
-        node: the node that has the fault.
-        visible: bool (T, T), which nodes of the step each one sees, with the fault.
+        node: index of the node that has the fault.
+        visible: bool (T, T); [i, j]: node i of the step sees node j, with the fault.
         positions: positions of the step's nodes, with the fault.
     """
 
@@ -76,12 +79,14 @@ class Fault:
 
 
 class Trial:
-    """Runs the probe's tree-shaped steps on a model or an excerpt of it, over a prefix that is cached first.
+    """Runs tree-shaped steps on a model, or on a few of its layers, to check that it honours tree masks.
+
+    The steps follow a prefix, which is cached first.
 
     Args:
-        runner: runs passes over the model or excerpt.
+        runner: runs passes over the model or its few layers.
         prefix: token ids to cache.
-        nodes: token ids of the step's nodes.
+        nodes: token ids of the nodes of a step.
     """
 
     def __init__(self, runner: StepRunner, prefix: list[int], nodes: list[int]) -> None:
@@ -94,11 +99,15 @@ class Trial:
         runner.prefill(prefix, self.cache, len(prefix))
 
     def step(self) -> torch.Tensor:
-        """Outputs of the tree-shaped step for its nodes, (T, E)."""
+        """Run the tree-shaped step without a fault; returns the outputs of its T nodes, (T, E), E the hidden size."""
         return self._run(self.visible, self.positions, True)
 
     def visible_keys(self, layer: int) -> torch.Tensor:
-        """Which keys the step's nodes see in a layer, bool (T, N): keys of the prefix, then of the step."""
+        """Which keys the step's nodes see in a layer, bool (T, N): keys of the prefix, then of the step.
+
+        Args:
+            layer: index of the layer; in some layers a sliding window hides keys.
+        """
         config = self.runner.config
         kind = (named_kinds(config) or [*layer_kinds(config)] * config.num_hidden_layers)[layer]
         device = self.runner.device
@@ -114,18 +123,22 @@ class Trial:
         ).visible_TN()
 
     def effect(self, fault: Fault, step: torch.Tensor) -> float:
-        """How far a planted fault moves the output of its node, relative to the output's spread.
+        """How far a planted fault moves the output of its node, relative to the standard deviation of that output.
 
         Args:
-            fault: the fault.
-            step: outputs of the step without it, (T, E).
+            fault: the fault to plant.
+            step: outputs of the step without the fault, (T, E).
         """
         faulty = self._run(fault.visible, fault.positions, False)
         node = slice(fault.node, fault.node + 1)
         return float(relative_error(faulty[node], step[node]).max())
 
     def after_commit(self) -> torch.Tensor:
-        """Output of the last node in a step of its own, behind the commit of the path before it, (1, E)."""
+        """Commit the ancestors of the tree's last node, and compute this node in a step of its own.
+
+        Returns:
+            Output of the node, (1, E), E the hidden size.
+        """
         self._run(self.visible, self.positions, True)
         self.cache.commit(BRANCHES[1][:-1])
         return self.runner.forward(self.nodes[-1:], self.positions[-1:], self.visible[:1, :1], self.cache, [0]).clone()
@@ -136,10 +149,11 @@ class Trial:
 
 
 def planted(nodes: Sequence[int]) -> list[Fault]:
-    """The faults that the probe plants in a step, one at a time, to see whether it would notice them.
+    """List the faults that are planted in a tree-shaped step, to see whether the check of tree masks notices them.
 
     Args:
-        nodes: the nodes that get a fault; each sees one node too many, sees one too few, and has another position.
+        nodes: indices of the nodes that get faults: three for each, which sees one node too many, sees one too few, or
+            has another position. The faults are planted one at a time.
     """
     faults = []
     visible = ancestors(PARENTS)
@@ -161,16 +175,19 @@ def planted(nodes: Sequence[int]) -> list[Fault]:
 
 
 def tokens_of(model: PreTrainedModel) -> list[int]:
-    """Token ids of the probe's prefix and step, from the middle of the vocabulary: special tokens lie at its ends."""
+    """Choose token ids for the tree-shaped step with which tree masks are checked, and for the prefix before it.
+
+    They are from the middle of the vocabulary, since special tokens lie at its ends.
+    """
     vocabulary = embedded_tokens(model)
     return [vocabulary // 4 + 37 * i % max(vocabulary // 2, 1) for i in range(PREFIX + len(PARENTS))]
 
 
 def positions_of(visible: np.ndarray, start: int) -> list[int]:
-    """Positions of the nodes of a tree.
+    """Positions of a tree's nodes: a node's is that of the first one plus the number of its ancestors.
 
     Args:
-        visible: bool (T, T); [i, j]: node i sees node j.
+        visible: bool (T, T); [i, j]: node i sees node j, its ancestors and itself.
         start: position of the first node.
     """
     return [start + int(row.sum()) - 1 for row in visible]
@@ -180,10 +197,11 @@ def relative_error(outputs: torch.Tensor, references: torch.Tensor) -> torch.Ten
     """Error of each token's output relative to the spread of the reference.
 
     Args:
-        outputs, references: (T, E).
+        outputs, references: hidden states (T, E), T tokens of hidden size E.
 
     Returns:
-        (T,): root mean square of the difference by the reference's standard deviation; by 1 where that is 0.
+        (T,): root mean square of the difference, divided by the standard deviation of the token's reference, or by 1
+        where that is 0.
     """
     spread = references.double().std(-1)
     difference = (outputs.double() - references.double()).square().mean(-1).sqrt()

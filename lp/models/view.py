@@ -1,7 +1,8 @@
-"""A view of a model: modules and a config of its own over the same weights, which its owner may change freely.
+"""A view of a model: its own modules and config over the model's weights, which its owner may change freely.
 
-Attention is a field of the config that every layer looks up at every pass. Code that sets it on a model, or shortens
-its sliding window for a moment, changes the text that another thread is generating. In a view nobody else sees it.
+Attention is a field of the config that every layer looks up in every pass. Code that sets it on a shared model, or
+shortens its sliding window for a moment, changes what another thread is generating. Changes to a view do not affect
+other users of the model.
 """
 
 from __future__ import annotations
@@ -29,15 +30,16 @@ _MARK = "_lp_"  # starts the names of attributes that this package leaves on a m
 class ModelView:
     """A copy of a model's modules and config, over the same weights, that a runner may change unseen by others.
 
-    Only modules that hold the config or know other ranks are copied, and those that contain them; all others are shared
-    (most linear layers), with weights and hooks. Weights that are changed in place and hooks that are added take effect
-    at once; other changes, such as of the adapters that are active, by `follow`. What torch.compile made of a copied
-    module or its `forward` is left out, for it runs the original.
+    Only modules that hold the config or know other ranks are copied, and modules that contain them. All other modules,
+    most linear layers among them, are shared, with their weights and hooks. Weights that are changed in place and hooks
+    that are added take effect at once. Other changes, such as of the active adapters, take effect with `follow`. A
+    compiled form that torch.compile made of a copied module, or of its `forward`, is left out, since it runs the
+    original.
 
     Args:
         original: the model, which is left as it is.
-        replaced: given a module, returns the function that its copy runs in place of its forward, called with the copy,
-            its own forward and the arguments; None: its forward stays.
+        replaced: given a module, returns the function that its copy runs in the place of its forward, or None to keep
+            the forward. The function is called with the copy, the copy's own forward and the arguments.
 
     Attributes:
         model: the copy.
@@ -56,7 +58,7 @@ class ModelView:
     def follow(self) -> bool:
         """Copy the original again if its modules, attributes or config have changed, as when an adapter was loaded.
 
-        The new copy keeps the config of the one before, with what was set on it, unless the original's config has
+        The new copy keeps the config of the previous copy, with what was set on it, unless the original's config has
         changed.
 
         Returns:

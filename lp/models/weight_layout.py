@@ -1,10 +1,11 @@
-"""Lay out the weights of linear layers in memory as matrix products read them fastest.
+"""Lay out the weights of linear layers in memory so that matrix products read them fastest.
 
-On a GPU the layers of one input are merged: one product computes all of them. On a CPU each weight is the transpose of
-one that lies row by row: with few tokens the matrix library reads it up to 1.5 times as fast
-(docs/experiments/step-time.md). The layers' own weights become views of that memory, so none is there twice. A weight
-that is changed in place changes what products read, and the layers work as before: on their own, copied, trained, saved
-by transformers or torch. What needs contiguous tensors, such as safetensors' own `save_file`, needs `restore` first.
+On a GPU linear layers that have a common input are merged: one product computes all of them. On a CPU each weight is
+stored transposed: with few tokens the matrix library reads it up to 1.5 times as fast (docs/experiments/step-time.md).
+
+The layers' own weights become views of that memory, so no weight is stored twice. If a weight is changed in place,
+products use its new values. The layers work as before: on their own, copied, trained, saved by transformers or torch.
+Code that needs contiguous tensors, such as safetensors' own `save_file`, needs `restore` first.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ def _is_plain(parameter: Any) -> bool:
 
 
 def laid_out(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-    """Move the weights of linear layers that have a common input to where matrix products read them fastest.
+    """Move the weights of linear layers that have a common input to memory from which products read them fastest.
 
     Args:
-        parameters: weights or biases of layers that pass `is_mergeable`; equal in shape but for the number of rows.
+        parameters: weights, or biases, of layers that pass `is_mergeable`; equal in shape but for the number of rows.
 
     Returns:
-        On a GPU one tensor with the rows of all parameters, on a CPU a tensor for each; the parameters are views of
-        them.
+        On a GPU one tensor with the rows of all parameters, on a CPU one tensor for each parameter. The parameters
+        become views of these tensors.
     """
     with _LOCK, torch.inference_mode(False), torch.no_grad():  # the model may be trained later
         if parameters[0].device.type == "cpu":
@@ -85,7 +86,7 @@ def _is_merged(parameters: Sequence[nn.Parameter]) -> bool:
 
 
 def restore(model: nn.Module) -> None:
-    """Undo `laid_out` for all weights of a model: each gets contiguous memory of its own."""
+    """Give each weight of a model contiguous memory of its own again, which undoes what `laid_out` did."""
     with _LOCK, torch.inference_mode(False), torch.no_grad():
         for parameter in model.parameters():
             shared = parameter.untyped_storage().nbytes() > parameter.nbytes
