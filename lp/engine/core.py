@@ -168,7 +168,7 @@ class EngineCore:
             )
 
     def slots(self, request: Request) -> int:
-        """Most cache slots (one for each token) that a request may need: for its own tokens and for those of one step."""
+        """Most cache slots (one per token) that a request may need: for its own tokens and for those of one step."""
         return request.limit + 1 + self.decoder.most_step_tokens
 
     def step(self) -> bool:

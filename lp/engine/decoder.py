@@ -351,7 +351,7 @@ class Decoder:
 
     @property
     def kv_dtype(self) -> KVDtype:
-        """How this decoder's KV caches store keys and values: in the model's dtype (AUTO) or in one byte (INT8, FP8)."""
+        """How this decoder's KV caches store keys and values: in the model's dtype (AUTO), or in 8 bits (INT8, FP8)."""
         return KVDtype.AUTO
 
     @property

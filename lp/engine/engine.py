@@ -228,7 +228,7 @@ class Engine:
 
     @property
     def available_slots(self) -> int:
-        """Number of KV cache slots, one for each token, that new requests can get; slots only kept for reuse count, too."""
+        """Number of KV cache slots, one per token, that new requests can get; slots only kept for reuse count, too."""
         return self._core.available_slots
 
     def clear_prefixes(self) -> None:

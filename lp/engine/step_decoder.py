@@ -42,7 +42,7 @@ class StepDecoder(Decoder, ABC):
 
     @property
     def kv_dtype(self) -> KVDtype:
-        """How its KV caches store keys and values: in the model's dtype (AUTO), or in one byte each (INT8, FP8)."""
+        """How this decoder's KV caches store keys and values: in the model's dtype (AUTO), or in 8 bits (INT8, FP8)."""
         return self.runner.kv_dtype
 
     @property
