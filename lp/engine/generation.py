@@ -267,7 +267,7 @@ class Generation:
             self.budget.observe(0 if part.plain else self.last_tokens, seconds)
 
     def begin_step(self) -> StepPart:
-        """Decide what this rank computes in the next decode step: propose draft tokens, divide the window, lay out both."""
+        """Decide what this rank computes in the next decode step: propose drafts, divide the window, lay out both."""
         self._cross_rope_boundary()
         if self.budget.idle and not self._some_lack:
             assert not self.catch_up

@@ -128,7 +128,7 @@ class Journal:
 
     @property
     def seed(self) -> int | None:
-        """Seed of the first sampled text in the file, for callers that give all texts one seed; None if there is none."""
+        """Seed of the first sampled text in the file, so that further texts can get the same seed; None without one."""
         return next((record.seed for record in self.records.values() if record.seed is not None), None)
 
     def generate(

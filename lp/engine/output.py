@@ -154,7 +154,7 @@ class GenerationOutput:
 
     @property
     def compression(self) -> float:
-        """The step compression S: mean number of generated tokens per decode step, such as 2.4; 1 for plain decoding."""
+        """The step compression S: mean number of generated tokens per decode step, such as 2.4; plain decoding: 1."""
         return (len(self.tokens) - self.resumed) / self.steps if self.steps else 0.0
 
     @property

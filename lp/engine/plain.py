@@ -29,7 +29,7 @@ ONE_TOKEN = LookaheadConfig(window_size=0, ngram_size=2, guess_set_size=0)
 
 
 class PlainDecoder(BatchDecoder):
-    """Plain decoding, one token a step, on the engine of `LookaheadDecoder`: the baseline for the speed of that decoder.
+    """Plain decoding, one token a step, on the engine of `LookaheadDecoder`: the baseline for its speed-up.
 
     Ranks share no steps: each rank decodes the whole text. Under tensor parallelism, each group of ranks that holds one
     copy of the model does.

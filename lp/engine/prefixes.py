@@ -56,9 +56,7 @@ class Prefixes:
         return len(self._texts)
 
     def keep(self, tokens: Sequence[int], cache: StaticKVCache, owner: str = "") -> None:
-        """Keep the cache of an ended sequence for reuse, unless a kept sequence of the same owner begins with its tokens.
-
-        In that case the cache is freed.
+        """Keep an ended sequence's cache for reuse; free it if a kept one of the same owner begins with its tokens.
 
         Args:
             tokens: ids of the sequence's tokens whose KV is cached.

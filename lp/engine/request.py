@@ -61,10 +61,10 @@ class Request:
 
     @property
     def kept_for(self) -> str | None:
-        """Key under which prefixes, n-gram pool and history of this request are kept for later ones; None: none are kept.
+        """Key under which this request's prefixes, n-gram pool and history are kept for later requests, if any.
 
         The key is the owner's name. If the request names its own LoRA adapter, it is "owner.adapter", since KV computed
-        with another adapter must not be reused.
+        with another adapter must not be reused. None: nothing is kept.
         """
         return self.owner if self.owner is None or self.adapter is None else f"{self.owner}.{self.adapter}"
 
