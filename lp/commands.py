@@ -1,4 +1,4 @@
-"""Commands to name in messages, as they work in this installation and in the current folder.
+"""Shell commands that messages tell a user to run, worded so that they work from the user's installation and folder.
 
 A clone of the repository has `torchrun.sh`, `scripts/` and `docs/`. An installed package has the command `lp`, if its
 environment is active.
@@ -45,10 +45,10 @@ def module_command(module: str) -> str:
 
 
 def install_command(extra: str) -> str:
-    """The shell command that installs lp's optional packages of one kind, such as "pip install '.[gguf]'".
+    """The shell command that installs one of lp's groups of optional packages, such as "pip install '.[gguf]'".
 
     Args:
-        extra: name of the extra in pyproject.toml.
+        extra: name of the group (an extra in pyproject.toml), such as "gguf".
     """
     source = ("." if _in_clone_folder() else str(CLONE)) if in_clone() else "lp-runtime"
     return f"pip install {shlex.quote(f'{source}[{extra}]')}"

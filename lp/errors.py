@@ -1,4 +1,4 @@
-"""Exceptions that a caller may want to tell apart: a user's mistake, and ranks that can't go on together."""
+"""Exceptions that a caller may want to tell apart: a user's mistake, and ranks that can't continue together."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class UserError(ValueError):
 
 
 class RanksParted(RuntimeError):
-    """The ranks can't go on together: every rank raises it or one of its subclasses, and none takes another step."""
+    """The ranks can't continue together: every rank raises it or one of its subclasses, and none takes another step."""
 
 
 class CallsDiffer(RanksParted):
@@ -19,7 +19,7 @@ class CallsDiffer(RanksParted):
 
 
 class RankFailed(RanksParted):
-    """A rank failed between collectives of its replica, so that its later ones would no longer match the others'."""
+    """A rank failed between collectives of a tensor-parallel model: its later ones would not match the others'."""
 
 
 class RankLost(RanksParted):

@@ -52,7 +52,7 @@ class StepSampler:
 
     @property
     def joint_key(self) -> Hashable | None:
-        """Key that is equal for requests whose nodes one call can sample together; None: only by itself."""
+        """Key that is equal for requests whose nodes one call can sample together; None: this one is sampled alone."""
         rules = self.sampler.rules
         if rules is None or self.sharded:
             return None
