@@ -78,12 +78,12 @@ def check_int(name: str, value: object, low: int, high: float, remedy: str) -> i
 
 
 def check_kind(name: str, value: object, kinds: type | tuple[type, ...], wanted: str) -> None:
-    """Refuse a value of a wrong type.
+    """Raise an error if a value has a wrong type.
 
     Args:
         name: what the error calls the value, such as "sampling".
         value: the value that a user gave.
-        kinds: the type that it must have, or several that it may have.
+        kinds: the allowed type, or a tuple of allowed types.
         wanted: what the error says to give, such as "lp.SamplingParams, or None for greedy".
 
     Raises:

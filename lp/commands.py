@@ -20,7 +20,7 @@ def in_clone() -> bool:
 
 
 def app_command(app: str) -> str:
-    """The shell command that starts an app, such as "lp generate" or "bash torchrun.sh launch.generate".
+    """The shell command that starts one of lp's apps, such as "lp generate" or "bash torchrun.sh launch.generate".
 
     Args:
         app: name of the app, such as "generate".
@@ -33,10 +33,10 @@ def app_command(app: str) -> str:
 
 
 def module_command(module: str) -> str:
-    """The shell command that runs a module of the apps' package, such as "python -m launch.bench.report".
+    """The shell command that runs a module of lp's package `launch`, such as "python -m launch.bench.report".
 
     Args:
-        module: name of the module within the package, such as "bench.report".
+        module: name of the module within that package, such as "bench.report".
     """
     if not in_clone():
         return f"python -m lp.launch.{module}"

@@ -41,7 +41,7 @@ class KVSync(StrEnum):
 
 
 class PoolScope(StrEnum):
-    """How long the n-gram pool remembers: for one text ("request"), or also for the decoder's later texts ("session")."""
+    """How long the n-gram pool remembers: for one text ("request"), or for a decoder's later texts, too ("session")."""
 
     REQUEST = "request"
     SESSION = "session"

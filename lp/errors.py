@@ -15,7 +15,7 @@ class RanksParted(RuntimeError):
 
 
 class CallsDiffer(RanksParted):
-    """Ranks have made different calls, such as `generate` on one and `Engine` on another."""
+    """Ranks have made different calls, such as `generate` on one rank and `Engine` on another."""
 
 
 class RankFailed(RanksParted):

@@ -1,4 +1,4 @@
-"""The base of all decoders: the `generate` call, with the checks of its arguments."""
+"""The base class of all decoders: the `generate` call, and the checks of its arguments."""
 
 from __future__ import annotations
 
@@ -120,8 +120,8 @@ class Decoder:
         Args:
             input_ids: token ids of the prompt, (L,) or (1, L): a list, a numpy array or a tensor of integers.
             max_new_tokens: most tokens to generate.
-            sampling: temperature, penalty, warpers and seed; a temperature of 0 is greedy, with the penalty. None is
-                what the checkpoint says, or else greedy.
+            sampling: temperature, penalty, warpers and seed; a temperature of 0 is greedy, with the penalty. None: as
+                the checkpoint's generation_config.json says (see `generation_config`), or else greedy.
             logits_processor: transformers' processors, applied before the warpers of `sampling`.
             eos_token_id: one token id or several that end the text; None: the model's; an empty tuple: no token ends
                 it.
@@ -142,10 +142,10 @@ class Decoder:
             prediction: token ids that much of the text may repeat, such as a file that is to be edited. They become
                 draft tokens and change no generated token. Decoders without draft tokens ignore them.
             grammar: grammar made by lp.GrammarCompiler that the text must follow up to an EOS; None: no grammar.
-            generation_config: "auto" applies the checkpoint's generation_config.json: what it says of scores
-                (penalties, suppressed and forced tokens, n-grams, bad words, least lengths) and of sampling. `sampling`
-                overrides all its fields, and a given processor the field of its class. "none" ignores the file. None
-                is the decoder's default, `follows`.
+            generation_config: "auto" applies the checkpoint's generation_config.json: its settings for scores
+                (penalties, suppressed and forced tokens, n-grams, bad words, least lengths) and for sampling.
+                `sampling` overrides all its sampling fields, and a given processor overrides the field for its class.
+                "none" ignores the file. None: the decoder's default, `follows`.
             seed: seed for sampling if `sampling` has none; None: rank 0 draws one for all ranks.
             continued: number of tokens at the end of the prompt that an earlier call generated for this same text, so
                 that they count as generated.

@@ -14,12 +14,14 @@ T = TypeVar("T")
 
 
 class Failures:
-    """Keeps an exception that one request met on this rank, until a message has told the other ranks of it.
+    """Keeps an exception that is raised on this rank while it works on a request, until the other ranks know of it.
+
+    A message tells them.
 
     Args:
         context: who this rank is, and which ranks share its steps.
-        announced: tells whether the other ranks that hold parts of this model copy (tensor parallelism) know of an
-            exception already.
+        announced: tells whether the other ranks that hold parts of this copy of the model (tensor parallelism) know of
+            an exception already.
         explained: turns the exception for a KV cache that does not fit into the error that a user is shown.
 
     Attributes:

@@ -20,7 +20,7 @@ Eos = int | Iterable[int] | np.ndarray | torch.Tensor
 
 
 def check_model(model: Any) -> None:
-    """Refuse anything but a loaded model, such as a model's name.
+    """Raise an error if the argument `model` is not a loaded model but something else, such as a model's name.
 
     Raises:
         UserError: names the value, and the calls that load a model.
@@ -93,7 +93,7 @@ def eos_ids(model: PreTrainedModel, eos_token_id: Eos | None) -> frozenset[int]:
 
 
 def check_sampling(sampling: object) -> None:
-    """Refuse anything but SamplingParams or None, such as a temperature alone.
+    """Raise an error if the argument `sampling` is neither SamplingParams nor None, such as a lone temperature.
 
     Raises:
         ValueError: names the value and what to give.

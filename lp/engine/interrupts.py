@@ -20,8 +20,8 @@ class Interrupted(KeyboardInterrupt):
         output: the tokens up to the end of a decode step, all of which `on_tokens` has had. Its `finish_reason` is
             "interrupted", or another one if generation ended with that very step.
         signal: number of the signal that this rank got; 0: only another rank got a signal.
-        finished: the complete outputs, if several prompts were generated from; else empty.
-        outputs: the outputs of all prompts in their order, with the tokens so far.
+        finished: in a batch, the outputs of the prompts whose generation was complete; else empty.
+        outputs: in a batch, the outputs of all prompts in their order, with the tokens so far; else only `output`.
     """
 
     def __init__(self, output: GenerationOutput, signal: int) -> None:

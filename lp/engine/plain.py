@@ -88,14 +88,14 @@ class PlainDecoder(BatchDecoder):
 
 
 class PlainBudget(FixedBudget):
-    """A token budget that makes every step plain: one token, without drafts or learning."""
+    """A token budget that makes every step compute one token, as plain decoding does, without drafts or learning."""
 
     idle = True
 
 
 class NoDrafts(DraftSource):
-    """A draft source without drafts, for a decoder whose steps are all plain."""
+    """A draft source that drafts nothing, for a decoder that computes one token in every step."""
 
     def propose(self, text: Sequence[int], budget: int, window: WindowDrafts, price: TokenPrice | None, /) -> DraftTree:
-        """An empty draft tree, whatever the arguments."""
+        """Return an empty draft tree, whatever the arguments are."""
         return DraftTree()

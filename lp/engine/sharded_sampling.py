@@ -138,13 +138,16 @@ class ShardedSampling:
         return Sampled(tokens, top.view_as(mine.top_logits), *best), self._flags(heads), heads
 
     def top_logits(self, logits: torch.Tensor, scale: Sampler, prompt: Sequence[int], k: int) -> torch.Tensor:
-        """Select the k best scores of each prompt token, for the draft source to learn from: packed, int64 (n, k).
+        """Select the k best scores of each prompt token, for the draft source to learn from.
 
         Args:
-            logits: logits of n tokens of the prompt, (n, V), or this rank's columns of them.
+            logits: logits of n tokens of the prompt, (n, V), or this rank's columns of these logits.
             scale: the request's sampler, which turns logits into scores.
             prompt: token ids of the prompt.
-            k: number of scores to take of each token.
+            k: number of scores to select for each token.
+
+        Returns:
+            int64 (n, k), each holding a token id and a float32 score.
         """
         scores = scale.scores(logits, [None] * len(logits), prompt)
         if logits.shape[-1] == self.head.out_features:
@@ -210,9 +213,16 @@ NOTHING = int(np.array([-math.inf], np.float32).view(np.int32)[0]) & 0xFFFFFFFF 
 
 
 def merged(packed: torch.Tensor, k: int) -> torch.Tensor:
-    """Merge the k best logits that each of T ranks found into the k best of all: packed int64s, (T, n, k) to (n, k).
+    """Merge the k best logits that each of T ranks found into the k best of all.
 
     If logits are equal, the logit of the lower rank comes first.
+
+    Args:
+        packed: int64 (T, n, k), for n tokens; each int64 holds a token id and a float32 logit.
+        k: number of logits to select for each token.
+
+    Returns:
+        int64 (n, k), likewise.
     """
     if not k:
         return packed[0]

@@ -111,12 +111,15 @@ class StepSampler:
         return Sampled(tokens, top, best_logits(logits) if self.context.steps.size > 1 else None)
 
     def top_logits(self, logits: torch.Tensor, prompt: Sequence[int], num_logits: int) -> torch.Tensor:
-        """Select the top-k scores of prompt tokens, for the draft source to learn from: packed, int64 (n, num_logits).
+        """Select the top-k scores of prompt tokens, for the draft source to learn from.
 
         Args:
-            logits: logits of n tokens of the prompt, (n, V), or this rank's columns of them.
+            logits: logits of n tokens of the prompt, (n, V), or this rank's columns of these logits.
             prompt: token ids of the prompt.
-            num_logits: number of scores to take of each token.
+            num_logits: number of scores to select for each token.
+
+        Returns:
+            int64 (n, num_logits), each holding a token id and a float32 score.
         """
         if self.sharded:
             return self.sharded.top_logits(logits, self.sampler, prompt, num_logits)

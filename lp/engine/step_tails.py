@@ -93,14 +93,15 @@ class StepTails:
         running: Collection[Sampler],
         on_host: bool,
     ) -> list[torch.Tensor] | None:
-        """Sample sequences by a captured graph that is replayed right after a step's forward pass.
+        """Sample sequences by a captured graph, replayed right after a step's forward pass, that writes messages to other ranks.
 
         Args:
             step: the captured step, whose forward pass has been launched.
             logits_BV: tensor in which the forward pass leaves its logits.
             texts: sequences that one graph can sample together, as `go_together` has found.
-            num_logits: how many top-k logits of each node the messages have.
-            running: samplers of all running sequences, at most `most_texts`: these keep their places in memory.
+            num_logits: how many top-k logits of each draft-tree node the messages have.
+            running: samplers of all running sequences, at most `most_texts`: their noise and token counts keep their
+                places in device memory.
             on_host: whether the caller can use messages in pinned host memory.
 
         Returns:
@@ -126,7 +127,7 @@ class StepTails:
     def go_together(self, passes: Sequence[StepSampler]) -> list[StepSampler]:
         """Select the sequences of a step that one captured graph can sample together.
 
-        They are the first sequence that a graph can sample, and all others whose sampling settings fit that one.
+        They are the first sequence that a graph can sample, and all others whose sampling settings fit the first.
 
         Args:
             passes: samplers of the sequences in the step.

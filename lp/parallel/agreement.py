@@ -28,7 +28,7 @@ SIZE = 64  # int64s of a message
 
 
 class Outcome(NamedTuple):
-    """How work that ranks do together has ended on one rank.
+    """The outcome, on one rank, of work that ranks do together, such as recording CUDA graphs.
 
     Attributes:
         collectives: number of collectives that the rank has started.
@@ -74,7 +74,7 @@ def exchange(ranks: RankGroup, call: str, words: Sequence[int] = (), patient: bo
 
 
 def outcomes(ranks: RankGroup, call: str, mine: Outcome) -> list[Outcome]:
-    """Tell all ranks how common work has ended on each of them.
+    """Tell every rank how common work, such as recording CUDA graphs, has ended on each rank.
 
     The messages go between hosts, since GPUs may still be blocked by the work.
 
@@ -109,7 +109,7 @@ def _message(call: str, words: Sequence[int]) -> torch.Tensor:
 
 
 def check_calls(gathered: np.ndarray) -> None:
-    """Raise an error if, by the messages that ranks have sent, they are not all doing the same.
+    """Raise an error unless all ranks are in the same call, as the messages that they have sent tell.
 
     Args:
         gathered: int64 (R, at least 1): row r is the beginning of rank r's message, which is one of this module or one

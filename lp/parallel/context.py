@@ -301,8 +301,10 @@ def check_tp(tp: int, world_size: int) -> None:
 def coordinates(rank: int, tp: int) -> str:
     """Name of a rank for error messages, such as "5 (lp 2, tp 1)".
 
+    This is rank 5 of the job, in copy 2 of the model, with part 1 of that copy (tensor parallelism), all from 0.
+
     Args:
         rank: number of the rank in the job.
-        tp: number of ranks that hold one copy of the model; "lp 2" is the copy's index, "tp 1" the rank's index in it.
+        tp: number of ranks that hold one copy of the model between them.
     """
     return f"{rank} (lp {rank // tp}, tp {rank % tp})"

@@ -122,10 +122,10 @@ class MessageShape:
 
 
 def check_vocabulary(size: int) -> None:
-    """Raise an error if the vocabulary is too large for the bits that a message has for a token.
+    """Raise an error if the vocabulary is too large for the number of bits that messages use for a token id.
 
     Args:
-        size: number of tokens of the vocabulary.
+        size: number of tokens in the vocabulary.
 
     Raises:
         ValueError: the vocabulary has more than INVALID_TOKEN tokens.

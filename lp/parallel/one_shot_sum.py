@@ -38,7 +38,7 @@ class OneShotSum:
         self._kernel = kernel
 
     def agrees_with(self, group: dist.ProcessGroup, device: torch.device) -> bool:
-        """Whether sums agree with torch.distributed's within rounding, found by trying.
+        """Test whether this object's sums agree with torch.distributed's within rounding.
 
         All ranks of the group call it together.
 

@@ -42,7 +42,11 @@ class RankGroup:
     step_sizes: list[int] = field(default_factory=list, repr=False, compare=False)
 
     def name_of(self, rank: int) -> str:
-        """The name of a rank of the group in error messages, such as "5 (lp 2, tp 1)"."""
+        """Name of a rank of the group for error messages, such as "5 (lp 2, tp 1)".
+
+        This is rank 5 of the job, in copy 2 of the model, with part 1 of that copy (tensor parallelism), all from 0.
+        Without tensor parallelism the name is only the number.
+        """
         return self.names[rank] if self.names else str(rank)
 
     def all_gather(self, message: torch.Tensor) -> torch.Tensor:

@@ -83,18 +83,24 @@ class Replica:
         return 0
 
     def outcomes(self, call: str, mine: Outcome) -> list[Outcome]:
-        """Tell all ranks how common work has ended on each of them; the result has one outcome for each rank.
+        """Tell every rank how common work, such as recording CUDA graphs, has ended on each rank.
 
         The messages go between hosts, since GPUs may still be blocked by the work.
 
         Args:
             call: what the ranks are doing, for error messages; the same on every rank.
             mine: how the work has ended on this rank.
+
+        Returns:
+            One outcome for each rank, in the order of the ranks.
         """
         return [mine]
 
     def name_of(self, rank: int) -> str:
-        """The name of a rank of the replica in error messages, such as "5 (lp 2, tp 1)"."""
+        """Name of a rank of the replica for error messages, such as "5 (lp 2, tp 1)".
+
+        This is rank 5 of the job, in copy 2 of the model, with part 1 of that copy (tensor parallelism), all from 0.
+        """
         return str(rank)
 
     def abandon(self) -> None:
