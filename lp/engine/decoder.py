@@ -123,8 +123,7 @@ class Decoder:
             sampling: temperature, penalty, warpers and seed; a temperature of 0 is greedy, with the penalty. None: as
                 the checkpoint's generation_config.json says (see `generation_config`), or else greedy.
             logits_processor: transformers' processors, applied before the warpers of `sampling`.
-            eos_token_id: one token id or several that end the text; None: the model's; an empty tuple: no token ends
-                it.
+            eos_token_id: one token id or several that end the text. None: the model's own; an empty tuple: no token.
             stop_strings: one string or several; the text ends after the token that completes one of them. Needs
                 `tokenizer`.
             tokenizer: the model's tokenizer; only `stop_strings` needs it.
@@ -134,8 +133,7 @@ class Decoder:
                 from 0). Among ranks that share steps every rank calls it, or rank 0 alone if there are criteria.
             prefill_chunk: most prompt tokens that a forward pass computes.
             padding: token ids of the prompt's left padding, which processors and criteria see and the model does not.
-            sequence: index of the prompt in its batch; prompts that are sampled with one seed get different noise by
-                it.
+            sequence: index of the prompt in its batch; prompts that share a seed get different noise by it.
             output_scores: return the logits that each token was chosen by, after processors and warpers and before
                 noise; on one rank only.
             output_logits: return the model's own logits of each token; on one rank only.
@@ -144,7 +142,7 @@ class Decoder:
             grammar: grammar made by lp.GrammarCompiler that the text must follow up to an EOS; None: no grammar.
             generation_config: "auto" applies the checkpoint's generation_config.json: its settings for scores
                 (penalties, suppressed and forced tokens, n-grams, bad words, least lengths) and for sampling.
-                `sampling` overrides all its sampling fields, and a given processor overrides the field for its class.
+                `sampling` overrides the file in all fields of SamplingParams, a given processor in that for its class.
                 "none" ignores the file. None: the decoder's default, `follows`.
             seed: seed for sampling if `sampling` has none; None: rank 0 draws one for all ranks.
             continued: number of tokens at the end of the prompt that an earlier call generated for this same text, so

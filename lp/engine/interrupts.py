@@ -20,8 +20,9 @@ class Interrupted(KeyboardInterrupt):
         output: the tokens up to the end of a decode step, all of which `on_tokens` has had. Its `finish_reason` is
             "interrupted", or another one if generation ended with that very step.
         signal: number of the signal that this rank got; 0: only another rank got a signal.
-        finished: in a batch, the outputs of the prompts whose generation was complete; else empty.
-        outputs: in a batch, the outputs of all prompts in their order, with the tokens so far; else only `output`.
+        finished: outputs of those prompts of a batch whose generation was complete; empty if there is no batch.
+        outputs: outputs of all prompts of a batch, in their order, with the tokens so far; without a batch, only
+            `output`.
     """
 
     def __init__(self, output: GenerationOutput, signal: int) -> None:

@@ -67,7 +67,7 @@ class StepTimer:
         self.exchange.total_s += seconds
 
     def seconds(self) -> tuple[float, float, float]:
-        """Seconds of the current step so far, without callbacks, as a tuple: (in the model, in collectives, on the host)."""
+        """Seconds of the current step so far, without callbacks: (in the model, in collectives, on the host)."""
         forward_s, exchange_s = self.forward.total_s, self.exchange.total_s
         host_s = time.perf_counter() - self._started - forward_s - exchange_s - self.callback.total_s
         return forward_s, exchange_s, host_s

@@ -93,7 +93,7 @@ class StepTails:
         running: Collection[Sampler],
         on_host: bool,
     ) -> list[torch.Tensor] | None:
-        """Sample sequences by a captured graph, replayed right after a step's forward pass, that writes messages to other ranks.
+        """Sample sequences by a captured graph, right after a step's forward pass; returns the graph's messages.
 
         Args:
             step: the captured step, whose forward pass has been launched.

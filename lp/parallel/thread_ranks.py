@@ -25,7 +25,7 @@ class Lockstep:
 
     Attributes:
         barrier: barrier at which all ranks wait for each other.
-        given: for each rank, what it is doing, and the tensor that it gave last.
+        given: what each rank is doing, and the tensor that the rank gave last; one entry per rank.
     """
 
     def __init__(self, world_size: int) -> None:
