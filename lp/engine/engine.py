@@ -7,8 +7,8 @@
 
 A request becomes a sequence: its prompt and the tokens that are generated after it; the code calls it a text. First
 come, first served: a request waits until fewer than `max_sequences` sequences run, and until as many cache slots are
-free as it may need. Prompts are prefilled in chunks, in the steps that the other sequences take anyway. A request
-gets the same tokens as if it ran alone; if it is sampled with a given seed, the tokens do not depend on what else runs.
+free as it may need. Prompts are prefilled in chunks, in the steps that the other sequences take anyway. A request gets
+the tokens that it would get alone, whatever else runs; a sampled request does so for a given seed.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ class Journal:
 
     @property
     def seed(self) -> int | None:
-        """Seed of the first sampled text in the file, so that further texts can get the same seed; None without one."""
+        """Seed of the first sampled text in the file, so that further texts can get it too; None if none is sampled."""
         return next((record.seed for record in self.records.values() if record.seed is not None), None)
 
     def generate(
@@ -354,10 +354,10 @@ def _text_name(
 
 
 def resumable(model: PreTrainedModel) -> bool:
-    """Whether a model gives the same tokens if its generated tokens come again as the end of a longer prompt.
+    """Whether a model can resume a text exactly, if the tokens generated so far are given as the end of the prompt.
 
-    It does not if it computes prompt tokens otherwise than generated ones: if rotary frequencies depend on the length
-    of the text, or if recurrent layers take a prompt in parts of a certain size.
+    It can't if it computes prompt tokens otherwise than generated ones: if rotary frequencies depend on the length of
+    the text, or if recurrent layers take a prompt in parts of a certain size.
     """
     return not (rope_boundary(model.config.get_text_config()) or limits_prompt(model))
 

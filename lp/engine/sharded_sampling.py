@@ -41,8 +41,8 @@ class ShardedSampling:
         compared: whether messages have the largest logits of `c`, the newest token: True if several copies of the
             model share steps and so can be compared.
         failure: this rank's exception in the last step, once the other ranks with this copy of the model know of it.
-        heads: first int64s (DIGEST, STOP and LENGTH) of the messages of all T ranks with this copy of the model in the
-            last step, int64 (T, 3).
+        heads: first int64s (state digest, stop flags, number of tokens to return) of the last step's messages from all
+            T ranks with this copy of the model, int64 (T, 3).
     """
 
     def __init__(self, head: ShardedHead, context: ParallelContext) -> None:
@@ -64,7 +64,7 @@ class ShardedSampling:
         """Sample the draft-tree nodes of a step together with the other ranks of the replica (one copy of the model).
 
         Args:
-            logits: logits of the n nodes, (n, V), or this rank's columns of them.
+            logits: logits of the n nodes, (n, V), or this rank's columns of these logits.
             by_host: computes scores (n, V) and tokens (n,) from whole logits (n, V), by processors on the host; used if
                 `sampling` is None.
             sampling: samples by tensor operations alone; None: the request has a logits processor that needs the host.
@@ -72,8 +72,8 @@ class ShardedSampling:
             header: first int64s of this rank's message.
 
         Returns:
-            The sampled tokens, and STOP and LENGTH for the replica's message, int64 (2,). All stays on the device: the
-            host waits for it once a step, when it reads the messages.
+            The sampled tokens; and stop flags and number of tokens to return, for the replica's message, int64 (2,).
+            All stays on the device: the host waits for it once a step, when it reads the messages.
 
         Raises:
             Exception: a processor's exception on this rank, after the other ranks of the replica have learned of it.
@@ -102,14 +102,14 @@ class ShardedSampling:
         """Sample the draft-tree nodes of a step by tensor operations alone, so that a CUDA graph can record it.
 
         Args:
-            known: first int64s (DIGEST, STOP and LENGTH) of this rank's message, int64 (3,).
-            logits: logits of the n nodes, (n, V), or this rank's columns of them.
+            known: the head of this rank's message, int64 (3,): state digest, stop flags and number of tokens to return.
+            logits: logits of the n nodes, (n, V), or this rank's columns of these logits.
             sampling: samples the nodes.
             num_logits: K, how many top-k logits to take of each node.
 
         Returns:
-            The sampled tokens; STOP and LENGTH for the message of this copy of the model, int64 (2,); and DIGEST, STOP
-            and LENGTH of each of the T ranks that hold it, int64 (T, 3).
+            Three things: the sampled tokens; stop flags and number of tokens to return, for the message of this copy of
+            the model, int64 (2,); and the heads of the messages of the T ranks that hold this copy, int64 (T, 3).
         """
         if logits.shape[-1] == self.head.out_features or not sampling.rules.shardable:
             whole = self.head.whole(logits)

@@ -70,11 +70,11 @@ class StepSampler:
         """Sample the nodes of a step, and write this rank's message to the other ranks.
 
         Args:
-            logits: logits of the sampled nodes, (n, V), or this rank's columns of them.
+            logits: logits of the sampled nodes, (n, V), or this rank's columns of these logits.
             layout: the nodes of the step.
             header: first int64s of the message.
             text: token ids so far: prompt and generated tokens.
-            num_logits: how many top-k logits the message has of each node, at most K.
+            num_logits: how many top-k logits of each node the message has, at most K.
             sampled: the sampled tokens, if the nodes were sampled along with those of other requests; else None.
 
         Returns:

@@ -90,6 +90,8 @@ def _ratios(estimate: Estimate) -> np.ndarray:
 class GivenStepTimes:
     """Step times that a user gave to a decoder; they never change.
 
+    The subclass `KnownStepTimes` has step times that are learned.
+
     Args:
         times: seconds of a step by its number of tokens, equal on every rank.
 
@@ -119,7 +121,10 @@ class GivenStepTimes:
         return None
 
     def update(self) -> None:
-        """Take over what rank 0 has learned; every rank calls it before a request begins. Given times never change."""
+        """Take over the step times that rank 0 has learned; every rank calls it before a request begins.
+
+        Given times never change, so that there is nothing to do here.
+        """
 
 
 class KnownStepTimes(GivenStepTimes):
