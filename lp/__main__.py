@@ -1,4 +1,4 @@
-"""`python -m lp`: the command `lp`."""
+"""`python -m lp` runs the command `lp`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Checks of users' settings and arguments, with errors that name the value, the limit and the remedy.
 
-Scalars of numpy and torch are accepted as numbers. The checks return Python's own int or float, so that settings print
-the same on every rank and can be compared.
+Numbers of numpy, and integers of torch, are accepted like Python's. The checks return Python's own int or float, so
+that settings print the same on every rank and can be compared.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def as_int(value: Any) -> int | None:
     """Convert an integer of Python, numpy or torch to int; None if the value is a bool or no integer.
 
     Args:
-        value: anything a user gave, such as 3 or np.int64(3); 3.0 is no integer.
+        value: any object that a user gave, such as 3 or np.int64(3); 3.0 is no integer.
     """
     try:
         return None if isinstance(value, bool | np.bool_) or getattr(value, "ndim", None) else operator.index(value)
@@ -35,7 +35,7 @@ def as_float(value: Any) -> float | None:
     """Convert a number of Python or numpy to float; None if the value is a bool, NaN, too large or no number.
 
     Args:
-        value: anything a user gave.
+        value: any object that a user gave.
     """
     if isinstance(value, bool) or not isinstance(value, Real):
         return None
@@ -47,7 +47,7 @@ def as_float(value: Any) -> float | None:
 
 
 def flat_list(value: Any) -> list[Any]:
-    """The elements of a tensor or array of any shape or of an iterable, as one list; a lone value as a list of one.
+    """Convert a tensor or array of any shape, or an iterable, to one list; a lone value becomes a list of one.
 
     Args:
         value: such as torch.tensor([[1, 2]]), which gives [1, 2], or 3, which gives [3].
@@ -78,12 +78,12 @@ def check_int(name: str, value: object, low: int, high: float, remedy: str) -> i
 
 
 def check_kind(name: str, value: object, kinds: type | tuple[type, ...], wanted: str) -> None:
-    """Refuse a value of a wrong type.
+    """Raise an error if a value has a wrong type.
 
     Args:
         name: what the error calls the value, such as "sampling".
         value: the value that a user gave.
-        kinds: the type that it must have, or several that it may have.
+        kinds: the allowed type, or a tuple of allowed types.
         wanted: what the error says to give, such as "lp.SamplingParams, or None for greedy".
 
     Raises:
@@ -132,12 +132,12 @@ def env_int(name: str, default: int, low: int = 0, high: float = math.inf) -> in
     """Read an environment variable that a launcher sets to an integer, such as WORLD_SIZE.
 
     Args:
-        name: the variable.
-        default: the number if the variable is not set.
-        low, high: limits, both allowed.
+        name: name of the variable.
+        default: result if the variable is not set.
+        low, high: limits, both allowed; math.inf: no upper limit.
 
     Raises:
-        UserError: the value is no integer in the limits; names the variable, its value and the remedy.
+        UserError: the value is no integer within the limits; names the variable, its value and the remedy.
     """
     text = os.environ.get(name, str(default))
     value = int(text) if text.strip().isdecimal() else text
@@ -145,14 +145,16 @@ def env_int(name: str, default: int, low: int = 0, high: float = math.inf) -> in
 
 
 def check_count(config: object, name: str, low: int, high: float, remedy: str, letter: str = "") -> None:
-    """Check, in a frozen config's `__post_init__`, that a field is an integer in [low, high], and make it an int.
+    """Check that a field of a frozen config is an integer in [low, high], and store it as an int.
+
+    The config's `__post_init__` calls it.
 
     Args:
         config: the config that is being made.
-        name: the field.
-        low, high: limits, both allowed.
-        remedy: end of the error message.
-        letter: the paper's name of the field, such as "W", for the error; empty for none.
+        name: name of the field.
+        low, high: limits, both allowed; math.inf: no upper limit.
+        remedy: end of the error message, such as "try 16".
+        letter: the paper's name of the field for the error message, such as "W"; empty: the paper has no name for it.
 
     Raises:
         ValueError: names the value, the limit and the remedy.
@@ -162,7 +164,7 @@ def check_count(config: object, name: str, low: int, high: float, remedy: str, l
 
 
 def check_switch(name: str, value: Any) -> bool:
-    """Convert True, False, 1, 0 or a bool of numpy to bool, and refuse all else.
+    """Convert True, False, 1, 0 or a bool of numpy to bool, and refuse all other values.
 
     A string such as "false" is refused because Python takes it for true.
 
@@ -179,11 +181,13 @@ def check_switch(name: str, value: Any) -> bool:
 
 
 def check_switches(config: object, *names: str) -> None:
-    """Check fields by `check_switch` in a frozen config's `__post_init__`, and make them bools.
+    """Check by `check_switch` that fields of a frozen config are switches, and store them as bools.
+
+    The config's `__post_init__` calls it.
 
     Args:
         config: the config that is being made.
-        names: the fields.
+        names: names of the fields.
 
     Raises:
         ValueError: names the field and its value.
@@ -193,11 +197,13 @@ def check_switches(config: object, *names: str) -> None:
 
 
 def check_choice(config: object, name: str, choices: type[StrEnum]) -> None:
-    """Check, in a frozen config's `__post_init__`, that a field is one of an enum's choices, and make it that member.
+    """Check that a field of a frozen config is one of an enum's choices, and store it as the enum's member.
+
+    The config's `__post_init__` calls it.
 
     Args:
         config: the config that is being made.
-        name: the field; its value may be a member, or the string of one.
+        name: name of the field, whose value may be a member of the enum or a member's string.
         choices: the enum.
 
     Raises:
@@ -213,10 +219,10 @@ def check_real(name: str, value: object, low: float, high: float, remedy: str) -
     """Convert a value to float, and refuse it if it is no number in [low, high].
 
     Args:
-        name: what the error calls the value.
+        name: what the error calls the value, such as "timeout_s".
         value: the value that a user gave.
         low, high: limits, both allowed.
-        remedy: end of the error message.
+        remedy: end of the error message, such as "try 120 (seconds)".
 
     Raises:
         ValueError: names the value, the limit and the remedy.
@@ -228,5 +234,5 @@ def check_real(name: str, value: object, low: float, high: float, remedy: str) -
 
 
 def set_field(config: object, name: str, value: object) -> None:
-    """Set a field of a frozen dataclass, for its `__post_init__` to store a checked value."""
+    """Set a field of a frozen dataclass, so that its `__post_init__` can store a checked value."""
     object.__setattr__(config, name, value)

@@ -1,4 +1,4 @@
-"""Commands to name in messages, as they work in this installation and in the current folder.
+"""Shell commands that messages tell a user to run, worded so that they work from the user's installation and folder.
 
 A clone of the repository has `torchrun.sh`, `scripts/` and `docs/`. An installed package has the command `lp`, if its
 environment is active.
@@ -20,7 +20,7 @@ def in_clone() -> bool:
 
 
 def app_command(app: str) -> str:
-    """The shell command that starts an app, such as "lp generate" or "bash torchrun.sh launch.generate".
+    """The shell command that starts one of lp's apps, such as "lp generate" or "bash torchrun.sh launch.generate".
 
     Args:
         app: name of the app, such as "generate".
@@ -33,10 +33,10 @@ def app_command(app: str) -> str:
 
 
 def module_command(module: str) -> str:
-    """The shell command that runs a module of the apps' package, such as "python -m launch.bench.report".
+    """The shell command that runs a module of lp's package `launch`, such as "python -m launch.bench.report".
 
     Args:
-        module: name of the module within the package, such as "bench.report".
+        module: name of the module within that package, such as "bench.report".
     """
     if not in_clone():
         return f"python -m lp.launch.{module}"
@@ -45,10 +45,10 @@ def module_command(module: str) -> str:
 
 
 def install_command(extra: str) -> str:
-    """The shell command that installs lp's optional packages of one kind, such as "pip install '.[gguf]'".
+    """The shell command that installs one of lp's groups of optional packages, such as "pip install '.[gguf]'".
 
     Args:
-        extra: name of the extra in pyproject.toml.
+        extra: name of the group (an extra in pyproject.toml), such as "gguf".
     """
     source = ("." if _in_clone_folder() else str(CLONE)) if in_clone() else "lp-runtime"
     return f"pip install {shlex.quote(f'{source}[{extra}]')}"

@@ -1,8 +1,8 @@
-"""Keeps lp's compiled functions on disk, and has them compiled by a background process, once after an install.
+"""Keeps lp's compiled functions on disk; a background process compiles them once after an install.
 
-numba takes about a minute for all of lp's functions, too long to wait for before a first token. Until they have been
-compiled, a process runs the same functions as Python, which gives the same bits and takes some milliseconds a step
-longer.
+Compiling all of lp's functions by numba takes about a minute, too long to wait for before a first token. Until they
+are compiled, a process runs the same functions as plain Python, which gives the same bits and makes a step some
+milliseconds longer.
 
 With `LP_COMPILE=now` a process compiles each function at its first call: for tests, and for the background process.
 """
@@ -28,7 +28,7 @@ DISABLED = "NUMBA_DISABLE_JIT"  # numba's own variable: 1 switches it off
 
 
 def is_wanted() -> bool:
-    """Whether functions are to be compiled at all: numba is installed, and NUMBA_DISABLE_JIT is not set."""
+    """Whether lp's functions should be compiled by numba: numba is installed, and NUMBA_DISABLE_JIT is not set."""
     try:
         version("numba")
     except PackageNotFoundError:
@@ -37,12 +37,12 @@ def is_wanted() -> bool:
 
 
 def runs_compiled() -> bool:
-    """Whether functions that this process imports from now on are compiled ones."""
+    """Whether functions that this process imports from now on run as code compiled by numba, not as Python."""
     return is_wanted() and (os.environ.get(SETTING) == NOW or is_complete())
 
 
 def why_not_compiled() -> str:
-    """Why lp's functions run as Python here, as a sentence for a run's report; it assumes that they do."""
+    """Why lp's functions run as plain Python here, as a sentence for a run's report; call it only if they do."""
     if not is_wanted():
         return "numba, which compiles lp's functions, is not installed or switched off"
     if cache_folder() is None:
@@ -51,19 +51,19 @@ def why_not_compiled() -> str:
 
 
 def is_complete() -> bool:
-    """Whether the cache folder has every function, compiled for this processor, Python and release of numba."""
+    """Whether the cache folder has all functions, compiled for this processor, this Python and this numba."""
     folder = cache_folder()
     return folder is not None and _mark(folder).exists()
 
 
 def mark_complete() -> None:
-    """Note in the cache folder that every function is compiled, so that later processes use them."""
+    """Note in the cache folder that all functions are compiled, so that later processes use the compiled code."""
     if folder := cache_folder():
         _mark(folder).touch()
 
 
 def complete() -> None:
-    """Compile the functions that are missing, and wait for it, about a minute.
+    """Compile the functions that are missing in the cache, and wait for that, about a minute.
 
     Call it before something is measured or served, and before lp's functions are imported.
     """
@@ -73,14 +73,14 @@ def complete() -> None:
 
 
 def imported_too_early() -> bool:
-    """Whether this process runs Python functions that were compiled only after it had imported them."""
+    """Whether this process runs functions as plain Python because it imported them before they were compiled."""
     module = sys.modules.get("lp.compiled")
     return module is not None and not module.COMPILED and runs_compiled()
 
 
 @functools.cache
 def complete_in_background() -> None:
-    """Start a process of lowest priority that compiles the missing functions; it may outlive this process."""
+    """Start a process with the lowest priority that compiles the missing functions; it may outlive this process."""
     if os.environ.get(SETTING) != NOW and is_wanted() and cache_folder() and not is_complete():
         with suppress(OSError):  # no process can be made: functions go on as Python
             _start(nice=19)
@@ -109,7 +109,7 @@ def _start(nice: int = 0) -> subprocess.Popen[bytes]:
 
 @functools.cache
 def cache_folder() -> Path | None:
-    """Folder that keeps the compiled code of this version of lp's sources; None if no folder can be written."""
+    """Folder that keeps the compiled code for these sources of lp; None if no folder can be written."""
     name = f"compiled-{sources_digest()}"
     for parent in _cache_parents():
         folder = parent / name
@@ -137,7 +137,7 @@ def _cache_parents() -> Iterator[Path]:
 def sources_digest() -> str:
     """Digest of the sources that are compiled, for the name of the cache folder: 16 hexadecimal digits.
 
-    It covers the files that have compiled functions, and the files that they import, whose constants are compiled in.
+    It covers files with compiled functions, and files that these import, since constants are compiled in.
     """
     package = Path(__file__).parent
     sources = {path: path.read_text(encoding="utf-8") for path in sorted(package.rglob("*.py"))}

@@ -1,7 +1,7 @@
 """Compiles lp's functions by running them on the demo model: `python -m lp.compile_functions [NICENESS]`.
 
-`lp.compile_cache` starts it, once after an install. If several processes start, one compiles, and the others wait and
-find the work done.
+`lp.compile_cache` starts it once after an install. If several such processes start, one of them compiles; the others
+wait, and then find the work done.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TOKENS = 24  # to generate in each run: enough that draft tokens are accepted, l
 
 
 def main() -> None:
-    """Compile all functions, unless another process did so while this one waited for the lock."""
+    """Compile all functions, unless another process has done so while this one waited for the lock."""
     if len(sys.argv) > 1:
         os.nice(int(sys.argv[1]))
     os.environ[SETTING] = NOW

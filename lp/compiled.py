@@ -1,7 +1,7 @@
 """`jit`, which compiles lp's inner loops by numba, and the arrays and mathematics that compiled functions use.
 
 Without numba, and until functions have been compiled in the background (`lp.compile_cache`), the same code runs as
-Python, slower. The mathematics uses only + - * / on doubles, so that every processor gives the same bits.
+Python, which is slower. The mathematics uses only + - * / on doubles, so that every processor gives the same bits.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ I64: Any = np.int64 if COMPILED else int
 
 
 def compiled_array(array: np.ndarray) -> Any:
-    """Prepare an array for a compiled function: the array itself, or a memoryview if the function runs as Python.
+    """Prepare an array for a numba function: the array itself, or a memoryview where functions run as Python.
 
     Python indexes a memoryview much faster than an array. Both share the array's memory, if it is contiguous.
     """
@@ -57,7 +57,7 @@ def compiled_array(array: np.ndarray) -> Any:
 
 
 def compiled_zeros(size: int, dtype: str) -> Any:
-    """Make an array of zeros for a compiled function; see `compiled_array`.
+    """Make an array of zeros to pass to a function compiled by numba; see `compiled_array`.
 
     Args:
         size: number of elements.
@@ -67,7 +67,7 @@ def compiled_zeros(size: int, dtype: str) -> Any:
 
 
 def compiled_ints(values: Any) -> Any:
-    """Copy a sequence of integers to an int64 array for a compiled function; see `compiled_array`."""
+    """Copy a sequence of integers to an int64 array, to pass to a function compiled by numba; see `compiled_array`."""
     return compiled_array(np.array(values, np.int64))
 
 
@@ -109,7 +109,7 @@ def log(value):
 def exp(value):
     """Exponential of a double <= 0, to about 1e-9, with the same bits on every processor.
 
-    It has no division, which is slow: a step calls it thousands of times.
+    It uses no division, which would be slow, as a step calls it thousands of times.
     """
     if value < -700.0:
         return 0.0

@@ -30,9 +30,10 @@ ADAPTIVE_SHAPE = FIXED_SHAPE | {"guess_set_size": 184}
 
 
 class KVSync(StrEnum):
-    """How a rank gets the KV of accepted tokens that another rank computed, for comparisons.
+    """How a rank gets the KV of accepted tokens that another rank computed; a switch to compare the two ways.
 
-    "recompute": it computes those tokens again, along with its next step. "broadcast": the other rank sends the KV.
+    "recompute": the rank computes those tokens again, along with its next step. "broadcast": the other rank sends the
+    KV.
     """
 
     RECOMPUTE = "recompute"
@@ -40,7 +41,7 @@ class KVSync(StrEnum):
 
 
 class PoolScope(StrEnum):
-    """How long the n-gram pool remembers: for one text ("request"), or for a decoder's later texts too ("session")."""
+    """How long the n-gram pool remembers: for one text ("request"), or for a decoder's later texts, too ("session")."""
 
     REQUEST = "request"
     SESSION = "session"
@@ -49,8 +50,8 @@ class PoolScope(StrEnum):
 class Capture(StrEnum):
     """How the kernels of a decode step are launched.
 
-    "off": one by one. "graph": as a CUDA graph of a fixed step size, captured once and replayed. "compile": as code of
-    torch.compile for fixed step sizes. "auto": "graph" on a GPU where it is possible, else "off".
+    "off": one by one. "graph": as a CUDA graph for a fixed number of tokens, captured once and replayed. "compile": as
+    code from torch.compile for fixed numbers of tokens. "auto": "graph" on a GPU where it is possible, else "off".
     """
 
     AUTO = "auto"
@@ -83,7 +84,10 @@ class KVDtype(StrEnum):
 
     @classmethod
     def of(cls, value: str) -> KVDtype:
-        """The member with this name, such as "int8".
+        """Convert the name of a dtype, such as "int8", to the enum's member.
+
+        Args:
+            value: the name.
 
         Raises:
             ValueError: there is no such member; names the choices.
@@ -100,7 +104,7 @@ _RESOLVED: Any = None  # default of a field whose value __post_init__ chooses
 class Ablation:
     """Switches for parts of lookahead decoding, to measure what each part is worth; not for normal use.
 
-    The pool is the memory of n-grams and logits that draft tokens come from. The defaults are the whole method.
+    The pool is the memory of n-grams and logits that draft tokens come from. By default all parts of the method are on.
 
     Args:
         prompt_ngrams: put the n-grams of the prompt into the pool before the first step.
@@ -108,11 +112,13 @@ class Ablation:
             LM head; an adaptive config leaves them out, since they cost more time than they save.
         output_ngrams: put the n-grams of the generated text into the pool.
         window_ngrams: put the n-grams of the lookahead window into the pool.
-        position_guesses: remember the tokens that nodes sample, as guesses for the positions they were sampled for.
+        position_guesses: remember the tokens that a step's nodes (draft tokens and window guesses) sample, as guesses
+            for the positions they were sampled for.
         num_logits: K, how many top-k logits of each sampled node the pool stores, to guess other tokens from; 0: none.
-        renoise: guess from stored logits under the noise of the position that is guessed, if the text is sampled.
+        renoise: if the text is sampled, guess from stored logits with the noise that the guessed position will have.
         learn: adapt to the text, by every token, how far the pool trusts each of its kinds of memory.
-        window_noise: sample the window's guesses under the sampler's noise, if the text is sampled; False: greedily.
+        window_noise: if the text is sampled, sample the window's guesses under the sampler's noise, too; False:
+            greedily.
         warmup_steps: number of first steps that verify no drafts and read no n-grams; the paper's code has N - 1.
         kv_sync: how a rank gets the KV of accepted tokens that another rank computed.
 
@@ -220,27 +226,30 @@ class LookaheadConfig(RefusesRemoved):
         check_kind("ablation", self.ablation, Ablation, "lp.Ablation, as in lp.Ablation(learn=False)")
 
     def shape(self) -> LookaheadConfig:
-        """The shape of its steps as a LookaheadConfig: itself; configs of other draft sources derive one."""
+        """The shape of decode steps as a LookaheadConfig: this config itself.
+
+        Configs of other draft sources have this method too, and derive a LookaheadConfig.
+        """
         return self
 
     @property
     def remembers(self) -> bool:
-        """Whether draft tokens may depend on earlier texts: by a session's pool, or by a history."""
+        """Whether draft tokens may come from earlier texts: from a session's n-gram pool, or from a history file."""
         return self.pool_scope is PoolScope.SESSION or self.history is not None
 
     @property
     def draft_budget(self) -> int:
-        """Most draft tokens of a step: G x (N - 1)."""
+        """Most draft tokens in a step: G x (N - 1)."""
         return self.guess_set_size * (self.ngram_size - 1)
 
     @property
     def depth(self) -> int:
-        """Most draft tokens behind each other: `draft_depth`, or N - 1 if that is None."""
+        """Most draft tokens in a row, one continuing the other: `draft_depth`, or N - 1 if that is None."""
         return self.draft_depth or self.ngram_size - 1
 
 
 def check_corpora(given: Any) -> tuple[str, ...]:
-    """Check the argument `corpora` of a config, and convert its paths to a tuple of strings.
+    """Check the argument `corpora` of a config (files to draft from), and convert its paths to a tuple of strings.
 
     Args:
         given: a list or tuple of paths of corpus files.
@@ -262,7 +271,7 @@ def check_corpora(given: Any) -> tuple[str, ...]:
 
 
 def corpus_name(path: str) -> str:
-    """Name by which requests choose a corpus: the name of its file without the ending.
+    """Name by which requests choose a corpus: its file's name without the ending.
 
     Args:
         path: path of the file, such as "/data/docs.corpus", whose corpus is "docs".
@@ -274,11 +283,11 @@ def chosen_corpora(given: Any, known: Sequence[str]) -> tuple[str, ...] | None:
     """Check a request's choice of corpora that its draft tokens may come from.
 
     Args:
-        given: names of corpora; None: all.
+        given: names of corpora; None: the request may use all.
         known: names of the decoder's corpora.
 
     Returns:
-        The chosen names, sorted, each once; None: all.
+        The chosen names, sorted and without repetition; None: all.
 
     Raises:
         ValueError: the choice is no list of names, or has a name that is not known.
@@ -295,9 +304,9 @@ def chosen_corpora(given: Any, known: Sequence[str]) -> tuple[str, ...] | None:
 
 
 def windowless(num_tokens: int) -> LookaheadConfig:
-    """The shape of steps without a lookahead window, for draft sources that only propose draft tokens.
+    """Make the config of steps without a lookahead window, for draft sources that only propose draft tokens.
 
     Args:
-        num_tokens: most draft tokens of a step, which may all lie behind each other.
+        num_tokens: most draft tokens in a step; all of them may form a single path.
     """
     return LookaheadConfig(window_size=0, ngram_size=2, guess_set_size=num_tokens, draft_depth=num_tokens)

@@ -1,4 +1,4 @@
-"""Digests of lists of integers and of strings, equal on every machine, for ranks and files to compare."""
+"""Digests (hashes) of strings and of lists of integers, equal on every machine: ranks and files compare them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy as np
 
 
 def chain_digest(previous: int, *parts: Sequence[int] | np.ndarray) -> int:
-    """Extend a digest by lists of integers.
+    """Extend a digest (hash) by lists of integers, and return the new digest.
 
     Args:
         previous: the digest so far; 0 to begin with.
         parts: lists or arrays of integers that fit into 64 bits.
 
     Returns:
-        A digest of 63 bits; a BLAKE2b hash, equal on every machine.
+        A digest of 63 bits: a BLAKE2b hash, equal on every machine.
     """
     hasher = hashlib.blake2b(previous.to_bytes(8, "little"), digest_size=8)
     for part in parts:
@@ -26,5 +26,5 @@ def chain_digest(previous: int, *parts: Sequence[int] | np.ndarray) -> int:
 
 
 def text_digest(text: str) -> int:
-    """A digest of a string, of 63 bits, equal on every machine."""
+    """Digest (hash) of a string, 63 bits, equal on every machine."""
     return chain_digest(0, list(text.encode()))

@@ -1,4 +1,4 @@
-"""Exceptions that a caller may want to tell apart: a user's mistake, and ranks that can't go on together."""
+"""Exceptions that a caller may want to tell apart: a user's mistake, and ranks that can't continue together."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ class UserError(ValueError):
 
 
 class RanksParted(RuntimeError):
-    """The ranks can't go on together: every rank raises it or one of its subclasses, and none takes another step."""
+    """The ranks can't continue together: every rank raises it or one of its subclasses, and none takes another step."""
 
 
 class CallsDiffer(RanksParted):
-    """Ranks have made different calls, such as `generate` on one and `Engine` on another."""
+    """Ranks have made different calls, such as `generate` on one rank and `Engine` on another."""
 
 
 class RankFailed(RanksParted):
-    """A rank failed between collectives of its replica, so that its later ones would no longer match the others'."""
+    """A rank failed between collectives of a tensor-parallel model: its later ones would not match the others'."""
 
 
 class RankLost(RanksParted):

@@ -1,4 +1,4 @@
-"""Locks on files and folders that one process at a time may use; a lock ends with its process."""
+"""Locks on files and folders that only one process at a time may use; a lock ends with its process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import fcntl
 
 
 def lock(handle: int) -> bool:
-    """Lock an open file or folder against other processes that call this, until it is closed.
+    """Lock an open file or folder against other processes that call this function, until the file is closed.
 
     Some file systems have no locks; nothing is locked there, and the result is True.
 

@@ -1,4 +1,4 @@
-"""Removed keys of the apps and removed arguments of configs, so that an error can say what to write instead."""
+"""Command-line keys and config arguments that were removed, each with what to write instead, for error messages."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ REMOVED = {
 
 
 def removal(key: str) -> str | None:
-    """The error message for a removed key of an app, which says what to write instead; None for any other key.
+    """The error message for a removed command-line key, which says what to write instead; None for any other key.
 
     Args:
         key: the key, such as "decoder.window_size".
@@ -71,7 +71,7 @@ def removal(key: str) -> str | None:
 
 
 class RefusesRemoved:
-    """Base of the decoders' configs: a removed argument raises an error that says what to write instead.
+    """Base class of the decoders' configs: a removed argument raises an error that says what to write instead.
 
     Raises:
         UserError: names the argument and the remedy.

@@ -11,10 +11,10 @@ import torch
 def to_device(values: Sequence[int] | Sequence[Sequence[int]] | np.ndarray, device: torch.device) -> torch.Tensor:
     """Copy numbers to a tensor on a device; the host does not wait for a GPU to finish earlier work.
 
-    It copies from pinned memory, since the driver copies other memory twice and makes the host wait.
+    The numbers are copied from pinned memory: the driver would copy other memory twice, and make the host wait.
 
     Args:
-        values: integers, or an array.
+        values: integers as a list or a list of equally long lists, or a numpy array.
         device: device of the tensor.
 
     Returns:

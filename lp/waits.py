@@ -3,8 +3,8 @@
     with waiting("reading the prompt", 4096, "tokens") as wait:
         wait.done += 128
 
-This module prints nothing. A program passes a listener to `heard_by` to be told of such waits; without one they cost
-next to nothing. Work in other threads is not announced.
+This module prints nothing. A program passes a listener to `heard_by` to be told of long work; without a listener,
+announcements cost next to nothing. Work in other threads is not announced.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Wait:
 
     Attributes:
         what: phrase that says what is being done, such as "reading the prompt".
-        total: number of units to do, such as tokens; 0 if it is not known.
+        total: number of units to do, such as tokens; 0 if the number is not known.
         unit: name of the units, such as "tokens".
         done: number of units done so far; the code that does the work counts it up.
         first: number of units that were done when the work began.
@@ -39,9 +39,9 @@ class Wait:
 
 
 class Listener(Protocol):
-    """What a program passes to `heard_by`, to show long work: it is told when each wait begins and ends.
+    """Interface of an object that shows the progress of long work; `heard_by` takes it.
 
-    A wait may begin within another one.
+    It is told when a piece of long work begins and when it ends. Such work may begin within other long work.
     """
 
     def begins(self, wait: Wait) -> None: ...
@@ -53,11 +53,11 @@ _LISTENER: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
 @contextmanager
 def waiting(what: str, total: int = 0, unit: str = "") -> Iterator[Wait]:
-    """Announce long work for the time of the block; the block counts its progress in the `done` of the yielded Wait.
+    """A `with` block that announces the long work done in it; the block counts its progress in `done` of the Wait.
 
     Args:
         what: phrase that says what is being done, such as "reading the prompt".
-        total: number of units to do; 0 if it is not known.
+        total: number of units to do; 0 if the number is not known.
         unit: name of the units, such as "tokens".
     """
     wait = Wait(what=what, total=total, unit=unit)
@@ -74,10 +74,10 @@ def waiting(what: str, total: int = 0, unit: str = "") -> Iterator[Wait]:
 
 @contextmanager
 def heard_by(listener: Listener | None) -> Iterator[None]:
-    """Within the block, tell a listener of the long work that this thread does.
+    """A `with` block in which a listener is told of the long work that this thread does.
 
     Args:
-        listener: gets the waits; None: nobody does, such as where something else shows progress.
+        listener: object that is told; None: nobody is told, as where something else shows progress.
     """
     before = _LISTENER.set(listener)
     try:

@@ -1,1 +1,1 @@
-"""Decoders and the engine that runs their steps, and plain decoding that shares no code with it, to check tokens."""
+"""Decoders, the engine that runs their decode steps, and an independent plain decoder to check their tokens against."""

@@ -26,15 +26,15 @@ from lp.sampling.sampler import check_sampled
 class AutoregressiveDecoder(Decoder):
     """Plain decoding by transformers' own cache and masks, to check the tokens of the other decoders.
 
-    A forward pass computes one token. Unlike the other decoders, it ignores the checkpoint's generation_config.json
-    unless a call says `generation_config="auto"`: say so where its tokens are compared with those of a
-    `LookaheadDecoder` that follows the file.
+    A forward pass computes one token. Unlike the other decoders, this decoder ignores the checkpoint's
+    generation_config.json by default. To compare its tokens with those of a `LookaheadDecoder`, which follows that
+    file, call `generate` with `generation_config="auto"`.
 
     Args:
         model: an HF causal LM, loaded and on its device.
-        context: the ranks that hold the model between them (tensor parallelism); None is this process alone.
+        context: the ranks that hold one copy of the model between them (tensor parallelism); None: this process alone.
         kv_dtype: "auto", "int8" or "fp8": the dtype that keys and values are rounded to before attention reads them.
-            They are stored in the model's dtype all the same; "auto" rounds nothing.
+            Rounded values are still stored in the model's dtype; "auto" rounds nothing.
 
     Raises:
         ValueError: `kv_dtype` is none of the three.

@@ -43,10 +43,11 @@ class BatchDecoder(StepDecoder):
         Args:
             inputs: the prompts. Each is token ids as `generate` takes them, or the dict that a processor returns for
                 one prompt, with `input_ids` and images.
-            max_new_tokens, sampling: see `generate`; one value for all prompts, or a list with one for each. Prompts
-                that are sampled with one seed still get different noise: a prompt's index is its `sequence`.
+            max_new_tokens, sampling: see `generate`; one value for all prompts, or a list with one value for each
+                prompt. Prompts that are sampled with one seed still get different noise, since noise depends on a
+                prompt's index.
             on_tokens: called after each step with (index of the prompt, its new tokens, number of its step, from 0).
-            max_sequences: most prompts that generate at a time; the others wait for one of them to end.
+            max_sequences: most prompts that generate at a time; the others wait until a running one has ended.
             options: other arguments of `generate`, for all prompts alike.
 
         Returns:
@@ -55,7 +56,7 @@ class BatchDecoder(StepDecoder):
         Raises:
             Interrupted: SIGINT or SIGTERM came, as in `generate`. Its `outputs` has every prompt's output with the
                 tokens so far, its `finished` only the complete ones.
-            ValueError: as `generate`.
+            ValueError: an argument is refused, as in `generate`.
         """
         calls = calls_of_batch(inputs, max_new_tokens, sampling, on_tokens, options)
         return generate_together(self, calls, max_sequences)
@@ -96,8 +97,8 @@ def calls_of_batch(
         Keyword arguments of `generate`, one dict for each prompt, in the order of the prompts.
 
     Raises:
-        ValueError: a list has another length than the list of prompts, a prompt's dict has an argument that is given
-            for all prompts too, or an argument is of the wrong type.
+        ValueError: a list of values is not as long as the list of prompts, the dict of one prompt has an argument that
+            the call also gives for all prompts, or an argument is of the wrong type.
     """
     check_kind("inputs", inputs, Sized, "a list of prompts")
     check_callback("on_tokens", on_tokens, "a function of (prompt, new tokens, step), or None")
@@ -121,10 +122,10 @@ def calls_of_batch(
 def generate_together(
     decoder: StepDecoder, calls: Sequence[Mapping[str, Any]], max_sequences: int = MAX_SEQUENCES
 ) -> list[GenerationOutput]:
-    """Run several `generate` calls on one engine, so that they share steps; all end when one of them fails.
+    """Run several `generate` calls on one engine, so that they share decode steps; if one call fails, all calls end.
 
     Args:
-        decoder: decoder that all of them use.
+        decoder: the decoder that runs all calls.
         calls: keyword arguments of `generate`, one mapping for each call.
         max_sequences: most calls that run at a time; the others wait.
 

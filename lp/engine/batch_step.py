@@ -1,8 +1,9 @@
-"""One decode step of a batch: a forward pass over the draft trees of all texts, and one all-gather between ranks.
+"""One decode step of a batch: a forward pass over the draft trees of all sequences, and one all-gather between ranks.
 
-A text is a prompt and the tokens that are generated behind it; one text is a batch of one. A message has what a rank's
-nodes sampled in the step, for the other ranks (`lp.parallel.message`).
-P: int64s of a text's message, R: ranks.
+A sequence is a prompt and the tokens that are generated after it; the code calls it a text. A single sequence is a
+batch of one. In the all-gather, each rank sends for each sequence a message with the tokens that its part of the draft
+tree sampled (`lp.parallel.message`).
+P: int64s in the message for one sequence, R: ranks.
 """
 
 from __future__ import annotations
@@ -34,19 +35,21 @@ NO_LOGITS = torch.empty(0)
 
 
 class BatchStep:
-    """Runs decode steps of generated texts, each step over the texts that are given for it.
+    """Runs decode steps; each call says which sequences take part in the step.
 
-    A text that fails does not stop the others, if there is one rank or all ranks fail alike.
+    A sequence is a prompt and the tokens generated after it. If one sequence fails, the others continue, provided that
+    there is one rank or that all ranks fail alike.
 
     Args:
         runner: computes the model's forward passes.
         context: who this rank is, and which ranks share its steps.
-        pooled: computes passes over several texts as CUDA graphs; None: such passes are not captured.
+        pooled: replays forward passes over several sequences as CUDA graphs; None: such passes are launched one
+            operation at a time.
 
     Attributes:
-        timer: splits the time of a step into forward pass, exchange and host work, for all texts together.
-        errors: the error of each text that has failed. The caller removes the entries; a text that had one must not
-            take part in another step.
+        timer: splits the time of a step into forward pass, exchange and host work, for all sequences together.
+        errors: errors of the sequences that have failed, by sequence. The caller removes entries that it has handled; a
+            failed sequence must not take part in another step.
     """
 
     def __init__(self, runner: ModelRunner, context: ParallelContext, pooled: CapturedForests | None = None) -> None:
@@ -63,16 +66,16 @@ class BatchStep:
     def run(
         self, texts: Sequence[Generation], prompts: Sequence[tuple[Generation, int]] = ()
     ) -> dict[Generation, Stop]:
-        """Run one forward pass: a decode step of each text in `texts`, and the next chunk of each prompt in `prompts`.
+        """Run one forward pass: a decode step for each of `texts`, and a prefill chunk for each of `prompts`.
 
         Both lists must be the same, in the same order, on every rank.
 
         Args:
-            texts: texts whose prompts are in the KV cache already.
-            prompts: texts whose prompts are not, each with the number of its tokens to cache now.
+            texts: sequences whose prompts are in the KV cache already.
+            prompts: sequences whose prompts are not completely cached, each with how many prompt tokens to prefill now.
 
         Returns:
-            For each text of `texts` that did not fail, why it ends with this step; Stop.NONE: it goes on.
+            For each sequence of `texts` that did not fail, why it ends with this step; Stop.NONE: it continues.
         """
         self.timer.restart()
         by_itself = len(texts) == 1 and not prompts and not (self.pooled and self.pooled.replays(texts[0].cache))
@@ -96,18 +99,18 @@ class BatchStep:
         return stops
 
     def read_images(self, text: Generation) -> None:
-        """Cache a prompt up to the end of its images, by a forward pass of its own.
+        """Compute and cache the KV of a prompt up to the end of its images, in a forward pass for this prompt alone.
 
         Args:
-            text: a text whose prompt has images that are not in its cache yet.
+            text: the sequence whose prompt has images that are not in its cache yet.
         """
         self._each([text], lambda text: text.prompt.read_images(text.cache))
 
     def capture(self, text: Generation) -> None:
-        """Capture CUDA graphs for all step sizes that a text may need while it runs alone, before its first step.
+        """Before a sequence's first step, capture CUDA graphs for all step sizes that it may need while it runs alone.
 
         Args:
-            text: the text that is about to begin.
+            text: the sequence that is about to begin.
         """
         text.capture_steps(partial(self._capture, text))
 
@@ -145,14 +148,14 @@ class BatchStep:
         return results
 
     def note_error(self, text: Generation, error: Exception) -> None:
-        """Note that a text has failed, so that the others go on; or raise, if other ranks may wait for this one.
+        """Note that a sequence has failed, so that the others continue; raise if other ranks may wait for this one.
 
         Args:
-            text: the text that has failed.
-            error: what it failed with.
+            text: the sequence that has failed.
+            error: the exception that it failed with.
 
         Raises:
-            Exception: `error`, among ranks, unless all of them fail alike (logits that are not finite).
+            Exception: `error`, if there are several ranks, unless all of them fail alike (logits that are not finite).
         """
         if not (self.context.alone or isinstance(error, NotFinite)):
             raise error

@@ -1,7 +1,9 @@
-"""KV caches of an engine's texts: slots of one pool, kept for prompts that begin alike when a text has ended.
+"""The KV caches that an engine gives its sequences (prompt and generated tokens), as slots of one preallocated pool.
 
-A text that begins while no other runs uses the static cache that the model's CUDA graphs were captured with, where
-there are such graphs, until other texts join it.
+When a sequence has ended, its cache is kept for prompts that begin with the same tokens, until the slots are needed.
+
+Replayed CUDA graphs read the one cache that they were captured with, the static cache. A sequence that runs alone uses
+that cache, if there are such graphs, until other sequences join it.
 """
 
 from __future__ import annotations
@@ -35,12 +37,12 @@ class _Borrowed:
 
 
 class TextCaches:
-    """Gives each generated text of an engine a KV cache, with the part of its prompt that an earlier text has computed.
+    """Gives each sequence of an engine a KV cache, with the part of its prompt that an earlier sequence computed.
 
     Args:
-        runner: runs the model, and has the static cache of its CUDA graphs.
-        pool: the cache slots that texts share.
-        reuse_prefixes: keep the caches of texts that have ended, for prompts that begin like them.
+        runner: runs the model, and has the static cache that its CUDA graphs read.
+        pool: the cache slots that sequences share.
+        reuse_prefixes: keep the caches of ended sequences, for prompts that begin with the same tokens.
     """
 
     def __init__(self, runner: ModelRunner, pool: KVPool, reuse_prefixes: bool) -> None:
@@ -53,14 +55,14 @@ class TextCaches:
 
     @property
     def reuses(self) -> bool:
-        """Whether a prompt may reuse the KV of an earlier text that begins like it: if asked for, and if exact here."""
+        """Whether prompts may reuse the KV of earlier sequences: if that was asked for, and is exact for this model."""
         return self._reuse_prefixes and self.runner.takes_forests
 
     def follow_model(self) -> bool:
-        """Before a text begins, take note of changes to the model, such as another active adapter or other weights.
+        """Before a sequence begins, note changes to the model, such as another active adapter or other weights.
 
         Returns:
-            Whether the kept prefixes must not be reused, since they were computed before such a change.
+            Whether kept prefixes must not be reused, because the model has changed since their KV was computed.
         """
         self.runner.follow()
         if not self.reuses or (state := model_state(self.runner.model)) == self._model_state:
@@ -69,30 +71,30 @@ class TextCaches:
         return True
 
     def clear_prefixes(self) -> None:
-        """Free the caches of texts that have ended, so that no prompt begins with them."""
+        """Free the caches of all sequences that have ended, so that no later prompt reuses their KV."""
         self._prefixes.clear()
 
     def has_room(self, slots: int) -> bool:
-        """Whether a text that needs up to `slots` cache slots can begin now."""
+        """Whether a sequence that needs up to `slots` cache slots (one for each token) can begin now."""
         return self.available >= slots
 
     @property
     def available(self) -> int:
-        """Cache slots for texts to come: the free ones, and those of ended texts, which are freed when needed."""
+        """Number of cache slots that new sequences can get: free ones, and those kept for reuse, which can be freed."""
         return self.pool.free + self._prefixes.slots
 
     def take(
         self, slots: int, request: Request, running: Callable[[], Iterable[CachedText]]
     ) -> tuple[StaticKVCache, int]:
-        """Allocate a cache for a text, and copy the longest prefix of its prompt that an earlier text has there.
+        """Allocate a cache for a new sequence, and copy into it the longest prefix of its prompt in another cache.
 
         Args:
-            slots: cache slots that the text needs; call `has_room` first.
-            request: the call that the text is for.
-            running: gives the texts that still run, whose caches may be copied too.
+            slots: cache slots that the sequence needs; call `has_room` first.
+            request: the request that the sequence is for.
+            running: lists the sequences that still run, whose caches may be copied from, too.
 
         Returns:
-            The cache, and how many tokens of the prompt it has already.
+            The cache, and the number of prompt tokens that it has already.
         """
         source, count = None, 0
         if self.reuses and request.kept_for is not None:
@@ -112,17 +114,17 @@ class TextCaches:
         return cache, count
 
     def captured(self, cache: StaticKVCache) -> StaticKVCache:
-        """Let a text that begins alone use the static cache of the CUDA graphs, so that its steps are replayed.
+        """Let a sequence that begins alone use the static cache that CUDA graphs read, so that its steps are replayed.
 
-        The text keeps its slots in the pool, so that slots are given out alike on ranks that do not capture. When other
-        texts join, it moves there (`in_pool`) if steps of several texts are captured; else it keeps the static cache,
-        and its steps run uncaptured.
+        The sequence keeps its slots in the pool, so that slots are given out alike on ranks that have no CUDA graphs.
+        When other sequences join, `in_pool` moves it into these slots if steps over several sequences are captured.
+        Otherwise it stays in the static cache, and its steps are launched one operation at a time.
 
         Args:
-            cache: the text's cache in the pool; its tokens are copied.
+            cache: the sequence's cache in the pool; the tokens in it are copied.
 
         Returns:
-            The static cache; `cache` itself where there is none or another text uses it.
+            The static cache; or `cache` itself if there is no static cache or another sequence uses it.
         """
         runner = self.runner
         if runner.captured is None or runner.captured.reserved:
@@ -137,16 +139,16 @@ class TextCaches:
         return cache
 
     def in_pool(self, cache: StaticKVCache) -> StaticKVCache | None:
-        """Move a text from the static cache of the CUDA graphs into its slots of the pool, as others join it.
+        """Move a sequence from the static cache of the CUDA graphs into its own slots in the pool, when others join it.
 
-        Graphs of steps over several texts read the pool alone. The static cache stays reserved until the text ends,
-        along with the memory that its sampler draws noise into.
+        Graphs of steps over several sequences read only the pool. The static cache stays reserved until the sequence
+        ends, along with the memory that its sampler draws noise into.
 
         Args:
-            cache: the text's cache now.
+            cache: the cache that the sequence uses now.
 
         Returns:
-            The text's cache in the pool; None if `cache` is not the static one.
+            The sequence's cache in the pool; None if `cache` is not the static cache.
         """
         borrowed = self._borrowed
         if borrowed is None or cache is not borrowed.cache:
@@ -161,13 +163,14 @@ class TextCaches:
         error: BaseException | None = None,
         owner: str = "",
     ) -> None:
-        """Take back the cache of a text that has ended: keep it for prompts that begin alike, or free it.
+        """Take back the cache of a sequence that has ended: keep it for prompts that begin alike, or free it.
 
         Args:
-            cache: the text's cache, in the pool or the static one.
-            tokens: ids of the text's first tokens, whose KV is kept; empty: nothing is kept.
-            error: what the text failed with; None if it did not fail.
-            owner: name of the text's owner: only prompts of that owner reuse the cache.
+            cache: the sequence's cache, in the pool or the static one.
+            tokens: ids of the sequence's first tokens, whose KV to keep for later prompts; if empty, the cache is
+                freed.
+            error: the exception that the sequence failed with; None if it did not fail.
+            owner: name of the sequence's owner: only prompts of that owner reuse the cache.
         """
         borrowed = self._borrowed
         if borrowed is not None and cache in (borrowed.cache, borrowed.in_pool):
@@ -188,10 +191,10 @@ class TextCaches:
     def close(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Give the static cache of the CUDA graphs back, if a text still has it.
+        """Give the static cache of the CUDA graphs back to the runner, if a sequence still uses it.
 
         Args:
-            kind, error, traceback: what `__exit__` is given, None where no error ends the engine.
+            kind, error, traceback: the arguments of the engine's `__exit__`; None if no exception ends the engine.
         """
         borrowed, self._borrowed = self._borrowed, None
         if borrowed:

@@ -1,9 +1,10 @@
-"""The tail of a captured step: a second CUDA graph, which samples the nodes and writes the messages to other ranks.
+"""The sampling part of a captured decode step, its "tail": a CUDA graph that is replayed after the forward pass.
 
-The first graph of a step is the forward pass, which leaves the nodes' logits. A node is a token of the step's tree of
-draft tokens and window guesses; `c`, the newest token of a text, is its root.
-B: tokens of the step's bucket (its size, padding included), Q: texts that a step may have, N: nodes that a message has
-room for, P: int64s of a message, V: vocabulary size, K: top-k logits of a node, F: rows of noise that a step fills,
+The first graph of a step is the forward pass, which leaves the logits of the draft tree's nodes. The tail samples a
+token at each node and writes the messages to other ranks. A node is a token of the step's tree of draft tokens and
+window guesses; its root `c` is the newest token of the sequence.
+B: tokens of the step's bucket (its size, padding included), Q: sequences that a step may have, N: nodes that a message
+has room for, P: int64s of a message, V: vocabulary size, K: top-k logits of a node, F: rows of noise that a step fills,
 C: token counts that it adds to.
 """
 
@@ -43,13 +44,13 @@ COUNTED = 16  # tokens a text that the graph can count; if more are missing, all
 
 
 class SamplerMemory(NamedTuple):
-    """Device memory of the samplers of Q texts, at fixed addresses, so that a CUDA graph can read and write it.
+    """Device memory for the samplers of up to Q sequences, at fixed addresses that a CUDA graph can read and write.
 
     Attributes:
-        noise_SV: Gumbel noise, (S, V) for S rows, each the noise of one position in a text (`lp.sampling.noise`); None:
-            no text is sampled under noise.
-        counts_QV: int32 (Q, V), how often each token occurs in each text, for penalties (`lp.sampling.token_counts`);
-            None: no text has such a penalty.
+        noise_SV: Gumbel noise, (S, V): each of the S rows is the noise for one position of one sequence
+            (`lp.sampling.noise`). None: no sequence is sampled under noise.
+        counts_QV: int32 (Q, V), how often each token of the vocabulary occurs in each sequence, for penalties
+            (`lp.sampling.token_counts`). None: no sequence has such a penalty.
     """
 
     noise_SV: torch.Tensor | None
@@ -57,14 +58,14 @@ class SamplerMemory(NamedTuple):
 
 
 class TailShape(NamedTuple):
-    """Sizes that a captured tail is recorded for; a step with others needs another tail.
+    """Sizes that the sampling part of a captured step (its "tail") is recorded for; other sizes need another recording.
 
     Attributes:
-        texts: Q, most texts.
-        message: shape of one text's message.
-        num_logits: how many top-k logits each node's part of a message gets, at most K.
-        compared: True among ranks, whose messages have the best logits of each text's newest token, for ranks to
-            compare. False on one rank, where the graph copies the messages to the host instead.
+        texts: Q, most sequences that the step has.
+        message: size of the message that is written for one sequence.
+        num_logits: how many top-k logits of each node go into a message, at most K.
+        compared: True if several ranks share the step: messages then have the largest logits of each sequence's newest
+            token, which ranks compare. False on one rank, where the graph copies the messages to the host instead.
     """
 
     texts: int
@@ -74,16 +75,16 @@ class TailShape(NamedTuple):
 
 
 class TextInTail(NamedTuple):
-    """One text of a step, as `CapturedTail.run` takes it.
+    """One sequence of a captured step, as `CapturedTail.run` takes it.
 
     Attributes:
-        place: index of the text in 0..Q-1, by which its message, noise and counts are found in memory.
-        sampler: has the text's sampling settings, and knows which noise and counts are not in memory yet.
-        layout: the nodes of the text's tree.
-        header: first int64s of the text's message.
-        text: ids of the prompt's and the generated tokens.
-        first_row: row of the step's logits that belongs to the text's `c`; its other sampled nodes follow.
-        first_token: index of the text's first token among the tokens of the forward pass.
+        place: index of the sequence, 0 to Q - 1, at which its message, noise and token counts are found in memory.
+        sampler: has the sequence's sampling settings, and knows which noise and counts are not in memory yet.
+        layout: the nodes of the sequence's draft tree, as they are laid out in the step.
+        header: first int64s of the sequence's message.
+        text: token ids of the sequence: prompt and generated tokens.
+        first_row: row in the step's logits for `c`, the sequence's newest token; its other sampled nodes follow.
+        first_token: index of the sequence's first token among the tokens of the forward pass.
     """
 
     place: int
@@ -155,24 +156,26 @@ class _Inputs(NamedTuple):
 
 
 class CapturedTail:
-    """A CUDA graph that samples the nodes of a step of one size, and writes the messages of its texts.
+    """A CUDA graph that samples the draft-tree nodes of a decode step, and writes the messages to other ranks.
 
-    It replays behind the graph of the forward pass, so that the host launches no single kernel of sampling.
+    It is recorded for steps of one size, and replayed after the graph of the forward pass, so that the host need not
+    launch each sampling kernel by itself.
 
     Args:
-        recorder: records the graph, among those of the model's steps.
+        recorder: records the graph, into the same memory pool as the graphs of the model's steps.
         step: input tensors of the forward pass.
-        logits_BV: tensor that the forward pass leaves its logits in.
-        rules: the operations on scores (penalties, temperature, warpers) that the graph has.
-        functions: rules of one of the texts; its `before` and `after` processors are those of every text.
-        memory: where noise and counts are kept from step to step.
+        logits_BV: tensor in which the forward pass leaves its logits.
+        rules: the operations on scores (penalties, temperature, warpers) that the graph applies.
+        functions: score rules of any one of the sequences, for their `before` and `after` processors, which are the
+            same in all sequences.
+        memory: device memory that keeps noise and token counts from step to step.
         shape: sizes that the graph has room for.
-        sharded: sampling over logits that tensor parallelism divides among ranks, for one text; None: this rank has
+        sharded: samples logits that tensor parallelism divides among ranks, for one sequence; None: this rank has
             whole logits.
 
     Attributes:
         messages: the messages, int64 (Q, P), on the device.
-        on_host: the messages in pinned host memory, valid once the device is done; None among ranks.
+        on_host: the messages in pinned host memory, valid once the device is done; None if several ranks share steps.
         heads: see `ShardedSampling.heads`, on the device; None without `sharded`.
     """
 
@@ -225,10 +228,10 @@ class CapturedTail:
         self._run = recorder.record(tail)
 
     def run(self, texts: Sequence[TextInTail]) -> None:
-        """Sample the texts of a step whose forward pass has been launched; the results are in `messages`.
+        """Sample the sequences of a step whose forward pass was launched just before; the results are in `messages`.
 
         Args:
-            texts: at most Q texts.
+            texts: the sequences, at most Q.
         """
         noted = self._stage(texts)
         self._run()
@@ -286,13 +289,13 @@ class CapturedTail:
 
 
 def noise_rows(sampler: Sampler, positions: Sequence[int], reachable: np.ndarray) -> list[int]:
-    """The row of the noise buffer to sample each of a text's sampled nodes with; NO_NOISE: without noise.
+    """Row of the noise buffer with which each sampled node of a sequence is sampled; NO_NOISE for nodes without noise.
 
     Args:
-        sampler: the text's sampler, which has noise.
-        positions: (n,), for each node, the position that its sampled token gets in the text.
-        reachable: bool (n,), whether verification may accept the node's token. Other nodes get no noise if
-            `sampler.noisy_guesses` is False.
+        sampler: the sequence's sampler, which must have noise.
+        positions: (n,), for each node, the position that its sampled token gets in the sequence.
+        reachable: bool (n,), whether verification may accept the token sampled at the node in this step. If
+            `sampler.noisy_guesses` is False, the other nodes are sampled without noise.
     """
     assert sampler.noise is not None
     rows = sampler.noise.rows_of(positions)

@@ -1,9 +1,10 @@
-"""The engine's loop: texts begin, take decode steps together, and end. `generate` runs it for one text.
+"""The engine's loop: sequences begin, take decode steps together, and end. `generate` runs it for a single sequence.
 
     step = schedule, begin, forward, sample, exchange, end, deliver
 
-A text is one request's prompt and the tokens that are generated behind it. The scheduler is here: it decides which
-texts take part in a step, and which chunks of prompts are prefilled in it. `lp.engine.batch_step` has the rest.
+A sequence is one request's prompt and the tokens that are generated after it; the code calls it a text. The scheduler
+is here: it decides which sequences take part in a step, and which chunks of prompts are prefilled in it.
+`lp.engine.batch_step` computes the step.
 """
 
 from __future__ import annotations
@@ -39,15 +40,16 @@ Batch = tuple[list[Generation], list[tuple[Generation, int]]]
 
 
 class Handle:
-    """One generated text of an engine, as `Engine.submit` returns it, with its progress and its result.
+    """A submitted request, as `Engine.submit` returns it: tells its progress, and has its result when it has ended.
 
     Attributes:
-        request: the checked call; deleted when the text ends.
-        generation: the text's state while it takes steps (tokens, KV cache, draft source); None before and after.
-        output: what `generate` would return; None until the text has ended. Of a cancelled text, the tokens so far.
-        error: the exception that the text failed with; None if it did not fail.
-        reused: number of the prompt's first tokens whose KV was copied from an earlier text.
-        reusable: whether later prompts may reuse the text's KV; False once the model's weights may have changed.
+        request: the checked arguments; deleted when the request ends.
+        generation: the state (tokens, KV cache, draft source) while decode steps run; None before and after.
+        output: the result, as `generate` would return it; None until the request has ended. If it was cancelled, the
+            output has the tokens so far.
+        error: the exception that the request failed with; None if it did not fail.
+        reused: number of the prompt's first tokens whose KV was copied from an earlier sequence.
+        reusable: whether later prompts may reuse this KV; False once the model's weights may have changed.
     """
 
     def __init__(self, request: Request) -> None:
@@ -63,25 +65,25 @@ class Handle:
 
     @property
     def done(self) -> bool:
-        """Whether the text has ended: completed, cancelled or failed."""
+        """Whether the request has ended: completed, cancelled or failed."""
         return self.output is not None or self.error is not None
 
     @property
     def num_cached(self) -> int:
-        """Number of the text's tokens whose KV is cached now; 0 before it begins and after it has ended."""
+        """Number of tokens of this request whose KV is cached now; 0 before it begins and after it has ended."""
         return self.generation.cache.length if self.generation else 0
 
     @property
     def tokens(self) -> list[int]:
-        """Ids of the tokens generated so far; of a failed text, those before the failure."""
+        """Ids of the tokens generated so far; if the request has failed, those generated before the failure."""
         return self.generation.tokens[: self.generation.delivery.num_kept] if self.generation else self._tokens
 
     def end(self, output: GenerationOutput | None, error: BaseException | None = None) -> None:
-        """Store how the text ended, and release its state, since its noise and draft source are large.
+        """Store how the request ended, and release its state, since its noise and draft source take much memory.
 
         Args:
-            output: what the text came to; None if it failed.
-            error: the exception that it failed with; None if it did not.
+            output: the result; None if the request failed.
+            error: the exception that it failed with; None if it did not fail.
         """
         self._tokens = output.tokens if output else self.tokens
         self.output, self.error = output, error and with_remedy(error)
@@ -89,11 +91,11 @@ class Handle:
         del self.request
 
     def result(self) -> GenerationOutput:
-        """The output of the text, which must have ended.
+        """The output of the request, which must have ended.
 
         Raises:
-            RuntimeError: the text has not ended yet.
-            BaseException: the exception that the text failed with.
+            RuntimeError: the request has not ended yet.
+            BaseException: the exception that the request failed with.
         """
         if self.error:
             try:
@@ -106,24 +108,27 @@ class Handle:
 
 
 class EngineCore:
-    """The scheduler of generated texts that share decode steps; `Engine` and `generate` check arguments and run it.
+    """The scheduler: runs decode steps over several sequences at a time, for `Engine` and for `generate`.
 
-    Among ranks, all make the same calls in the same order.
+    A sequence is a prompt and the tokens generated after it. The arguments of requests were checked before. If there
+    are several ranks, all make the same calls in the same order.
 
     Args:
-        decoder: begins texts, and says which ranks share their steps.
-        pool: the cache slots that all texts share.
-        max_sequences: most texts that take steps at a time; the others wait.
-        prefill_chunk: most prompt tokens that a step prefills while other texts decode in it.
-        reuse_prefixes: keep the caches of texts that have ended, for prompts that begin like them.
-        signals: SIGINT and SIGTERM, held back until the end of a step; they end the running texts.
-        shared: computes passes over several texts as CUDA graphs; None: such passes are not captured.
+        decoder: makes the state of each sequence, and says which ranks share its steps.
+        pool: the cache slots that all sequences share.
+        max_sequences: most sequences that take steps at a time; the others wait.
+        prefill_chunk: most prompt tokens that a step prefills while other sequences decode in it.
+        reuse_prefixes: keep the caches of ended sequences, for prompts that begin with the same tokens.
+        signals: holds SIGINT and SIGTERM back until the end of a step; a signal ends the running sequences.
+        shared: replays forward passes over several sequences as CUDA graphs; None: such passes are launched one
+            operation at a time.
 
     Attributes:
-        stopped_by: flags of the messages that ended texts in the last step; Stop.FAILED also where a text has failed.
-        waiting: handles of texts that have not begun, first come first.
-        running: the texts that take steps, with their handles, in the order in which they began.
-        in_step: whether a step is being computed; it stays True if an exception cut a step off.
+        stopped_by: flags from the ranks' messages that ended sequences in the last step, with Stop.FAILED if a sequence
+            failed.
+        waiting: handles of the requests that have not begun, in the order in which they came.
+        running: handles of the sequences that take steps, by their state, in the order in which they began.
+        in_step: whether a step is being computed; it stays True after an exception has interrupted a step.
     """
 
     def __init__(
@@ -152,7 +157,7 @@ class EngineCore:
         self._cancelled: list[tuple[Handle, int | None]] = []  # within the step
 
     def check_weights(self) -> None:
-        """Refuse to go on if the model was moved to another dtype or device since the engine's cache was made.
+        """Refuse to continue if the model was moved to another dtype or device since the engine's cache was made.
 
         Raises:
             ValueError: names the dtype and device of the model and of the cache.
@@ -163,17 +168,17 @@ class EngineCore:
             )
 
     def slots(self, request: Request) -> int:
-        """Most cache slots, one a token, that a request may need: its text and the tokens of one step."""
+        """Most cache slots (one per token) that a request may need: for its own tokens and for those of one step."""
         return request.limit + 1 + self.decoder.most_step_tokens
 
     def step(self) -> bool:
-        """Let waiting texts begin, then run one decode step of all running texts and prefill a chunk of prompts.
+        """Begin waiting requests, then run one decode step for all running sequences and prefill a chunk of prompts.
 
         Returns:
-            Whether any text still runs or waits.
+            Whether any request still runs or waits.
 
         Raises:
-            RuntimeError: called from a callback within a step, or after an exception has cut a step off.
+            RuntimeError: called from a callback within a step, or after an exception has interrupted a step.
         """
         if self.in_step:
             raise RuntimeError(
@@ -199,7 +204,12 @@ class EngineCore:
         return bool(self.running or self.waiting)
 
     def cancel(self, handle: Handle, num_tokens: int | None = None) -> None:
-        """End a text with the tokens that it has, once the current step is over; arguments as in `Engine.cancel`."""
+        """End a request with the tokens that it has, at the end of the current step if there is one.
+
+        Args:
+            handle: handle of the request.
+            num_tokens: how many of the generated tokens to keep; None: all.
+        """
         if self.in_step:
             self._cancelled.append((handle, num_tokens))
         elif handle in self.waiting:
@@ -216,11 +226,11 @@ class EngineCore:
 
     @property
     def available_slots(self) -> int:
-        """Cache slots that new texts can get; those that are only kept for reuse count among them."""
+        """Number of cache slots that new requests can get; slots that are only kept for prefix reuse count, too."""
         return self._caches.available
 
     def clear_prefixes(self) -> None:
-        """Let no later prompt reuse the KV of texts that have begun by now, whether they have ended or not."""
+        """Let no later prompt reuse the KV of requests that have begun by now, whether they have ended or still run."""
         self._caches.clear_prefixes()
         for handle in self.running.values():
             handle.reusable = False
@@ -245,7 +255,7 @@ class EngineCore:
         del self._caches, self._steps, self._shared
 
     def admit(self) -> None:
-        """Begin waiting texts, first come first, as long as there is room. Every step calls it first."""
+        """Begin waiting requests in the order in which they came, while there is room; every step calls this first."""
         while self.waiting and len(self.running) < self.max_sequences:
             if not self._caches.has_room(self.slots(self.waiting[0].request)):
                 break
@@ -430,10 +440,10 @@ class EngineCore:
 
 
 def cache_slots(request: Request, budget: Budget) -> int:
-    """Cache slots that a text needs: one for each of its tokens, and one for each token of its largest step."""
+    """Number of cache slots for one request: one for each of its tokens, and one for each token of its largest step."""
     return request.limit + 1 + max(budget.step_tokens, budget.max_padded_tokens)
 
 
 def weights_of(decoder: StepDecoder) -> str:
-    """The dtype and device of a decoder's model, which its caches must have too, such as "bfloat16 on cuda:0"."""
+    """Dtype and device of a decoder's model, such as "bfloat16 on cuda:0"; its KV caches must have the same ones."""
     return f"{str(decoder.model.dtype).removeprefix('torch.')} on {decoder.model.get_input_embeddings().weight.device}"

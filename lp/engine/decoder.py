@@ -1,4 +1,4 @@
-"""The base of all decoders: the `generate` call, with the checks of its arguments."""
+"""The base class of all decoders: the `generate` call, and the checks of its arguments."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ OWNER = re.compile(r"[A-Za-z0-9_-]{0,64}")
 
 @contextmanager
 def computing_on(device: torch.device) -> Iterator[None]:
-    """While entered, compute no gradients, and make this device torch's current one, whose streams and events are used.
+    """A `with` block for running a model: computes no gradients, and makes a device torch's current one.
+
+    Torch uses the streams and events of its current device.
 
     Args:
         device: the model's device.
@@ -63,16 +65,16 @@ def computing_on(device: torch.device) -> Iterator[None]:
 
 
 class Decoder:
-    """Base of the decoders, with the `generate` call; every decoder gives the tokens of plain decoding.
+    """Base class of the decoders, with the `generate` call; every decoder gives the tokens of plain decoding.
 
     Args:
         model: an HF causal LM, loaded and on its device.
-        context: the ranks to share each decode step with; None is this process alone.
+        context: the ranks to share each decode step with; None: this process alone.
 
     Attributes:
-        follows: default of the argument `generation_config` of `generate`: "auto" follows the checkpoint's
+        follows: default for the argument `generation_config` of `generate`: "auto" follows the checkpoint's
             generation_config.json, "none" ignores it.
-        corpora: names of the corpora that draft tokens may be looked up in.
+        corpora: names of the corpora (indexed files) that draft tokens may be looked up in.
     """
 
     follows = AUTO
@@ -113,15 +115,15 @@ class Decoder:
         adapter: str | None = None,
         **inputs: Any,
     ) -> GenerationOutput:
-        """Generate a text from one prompt.
+        """Generate tokens that continue one prompt.
 
         Args:
             input_ids: token ids of the prompt, (L,) or (1, L): a list, a numpy array or a tensor of integers.
             max_new_tokens: most tokens to generate.
-            sampling: temperature, penalty, warpers and seed; a temperature of 0 is greedy, with the penalty. None is
-                what the checkpoint says, or else greedy.
+            sampling: temperature, penalty, warpers and seed; a temperature of 0 is greedy, with the penalty. None: as
+                the checkpoint's generation_config.json says (see `generation_config`), or else greedy.
             logits_processor: transformers' processors, applied before the warpers of `sampling`.
-            eos_token_id: one id or several; None takes the model's, an empty tuple none.
+            eos_token_id: one token id or several that end the text. None: the model's own; an empty tuple: no token.
             stop_strings: one string or several; the text ends after the token that completes one of them. Needs
                 `tokenizer`.
             tokenizer: the model's tokenizer; only `stop_strings` needs it.
@@ -131,27 +133,28 @@ class Decoder:
                 from 0). Among ranks that share steps every rank calls it, or rank 0 alone if there are criteria.
             prefill_chunk: most prompt tokens that a forward pass computes.
             padding: token ids of the prompt's left padding, which processors and criteria see and the model does not.
-            sequence: index of the prompt in its batch; sampled texts of one seed differ by it.
+            sequence: index of the prompt in its batch; prompts that share a seed get different noise by it.
             output_scores: return the logits that each token was chosen by, after processors and warpers and before
                 noise; on one rank only.
             output_logits: return the model's own logits of each token; on one rank only.
             prediction: token ids that much of the text may repeat, such as a file that is to be edited. They become
                 draft tokens and change no generated token. Decoders without draft tokens ignore them.
-            grammar: grammar of lp.GrammarCompiler that the text must follow up to an EOS; None for none.
-            generation_config: "auto" applies the checkpoint's generation_config.json: what it says of scores
-                (penalties, suppressed and forced tokens, n-grams, bad words, least lengths) and of sampling. `sampling`
-                overrides all its fields, and a given processor the field of its class. "none" ignores the file. None
-                is the decoder's default, `follows`.
-            seed: seed of a sampled text if `sampling` has none; None: rank 0 draws one for all ranks.
-            continued: number of tokens at the end of the prompt that an earlier call generated for this same text.
+            grammar: grammar made by lp.GrammarCompiler that the text must follow up to an EOS; None: no grammar.
+            generation_config: "auto" applies the checkpoint's generation_config.json: its settings for scores
+                (penalties, suppressed and forced tokens, n-grams, bad words, least lengths) and for sampling.
+                `sampling` overrides the file in all fields of SamplingParams, a given processor in that for its class.
+                "none" ignores the file. None: the decoder's default, `follows`.
+            seed: seed for sampling if `sampling` has none; None: rank 0 draws one for all ranks.
+            continued: number of tokens at the end of the prompt that an earlier call generated for this same text, so
+                that they count as generated.
             owner: name of the text's owner, of ASCII letters, digits, "_" and "-". What is kept of a text (a session's
-                pool, a history, an engine's prefixes) is used for later texts of its owner alone. None: nothing is
-                kept of this text, and it uses nothing that is kept.
+                n-gram pool, a history, an engine's prefixes) is used only for later texts of the same owner. None:
+                nothing is kept of this text, and it uses nothing that is kept.
             corpora: names of the decoder's corpora that draft tokens of this text may come from: their file names
-                without the ending. An empty list: none; None: all.
+                without the ending. An empty list: no corpus; None: all.
             adapter: name of a LoRA adapter that PEFT has loaded on the model, for this text alone. Texts with different
                 adapters share an engine's steps. None: the adapters that are active on the model.
-            inputs: what a processor returns besides token ids, by name, such as `pixel_values`:
+            inputs: other outputs of a processor, by name, such as `pixel_values`:
                 `generate(**processor(text=..., images=..., return_tensors="pt"))`. The model's own code computes the
                 images, in one forward pass.
 
@@ -224,12 +227,12 @@ class Decoder:
         adapter: str | None = None,
         **inputs: Any,
     ) -> Request:
-        """Check the arguments of a `generate` call, and gather them as a request that can be run.
+        """Check the arguments of a `generate` call, and gather them in a `Request`.
 
-        Arguments and errors are those of `generate`, but for:
+        Except for `signals`, the arguments and errors are those of `generate`.
 
         Args:
-            signals: receives SIGINT and SIGTERM; a signal ends the text after the current step.
+            signals: holds SIGINT and SIGTERM back; a signal ends generation after the current step.
         """
         check_adapter(self.model)  # again: one may have been added since
         prompt = prompt_ids(self.model, input_ids)
@@ -321,15 +324,15 @@ class Decoder:
         )
 
     def computing(self) -> AbstractContextManager[None]:
-        """A context to run the model in: without gradients, with the model's device as torch's current one."""
+        """A `with` block for running the model: without gradients, with the model's device as torch's current one."""
         return computing_on(self.model.device)
 
     def complete(self, output: GenerationOutput, request: Request) -> None:
-        """Fill in how the text was made (attention, exactness, threads, seed), and logits or scores if asked for.
+        """Add to an output how it was computed (attention, exactness, threads, seed), and logits or scores if asked.
 
         Args:
-            output: output of a text that has ended; changed in place.
-            request: the call that it is for.
+            output: output of a request that has ended; changed in place.
+            request: the request that the output belongs to.
         """
         output.attention = self.attention
         output.exact = self.exact
@@ -341,37 +344,43 @@ class Decoder:
 
     @property
     def exact(self) -> Exact:
-        """Whether its logits are plain decoding's bit for bit (BITWISE) or up to rounding (TOKENS)."""
+        """Whether this decoder's logits equal plain decoding's bit for bit (BITWISE), or up to rounding (TOKENS)."""
         return Exact.TOKENS
 
     @property
     def kv_dtype(self) -> KVDtype:
-        """How its KV caches store keys and values: in the model's dtype (AUTO), or in one byte each (INT8, FP8)."""
+        """How this decoder's KV caches store keys and values: in the model's dtype (AUTO), or in 8 bits (INT8, FP8)."""
         return KVDtype.AUTO
 
     @property
     def takes_adapters(self) -> bool:
-        """Whether `generate` takes an `adapter`, a LoRA adapter for one text."""
+        """Whether this decoder's `generate` accepts the argument `adapter`, a LoRA adapter for one request."""
         return False
 
     @property
     def attention(self) -> str:
-        """Name of what computes attention, such as "transformers' sdpa"."""
+        """Name of the attention implementation in use, such as "transformers' sdpa"."""
         return f"transformers' {self.model.config._attn_implementation}"
 
     @property
     def span(self) -> int:
-        """Most positions that the tokens sampled in one step may span; the sampler keeps noise for as many."""
+        """Most consecutive positions for which one step may sample tokens; the sampler keeps noise for that many."""
         return 1
 
     @property
     def call(self) -> str:
-        """Name of its `generate`, such as "LookaheadDecoder.generate": ranks compare what call they are in."""
+        """Name of the decoder's `generate`, such as "LookaheadDecoder.generate".
+
+        Ranks exchange it to find out whether all of them are in the same call.
+        """
         return f"{type(self).__name__}.generate"
 
     @property
     def noisy_guesses(self) -> bool:
-        """Whether window guesses that can't be accepted in their step are sampled under noise as accepted ones are."""
+        """Whether the lookahead window's guesses for later positions are sampled under noise, as accepted tokens are.
+
+        Otherwise these guesses, which can't be accepted in the step that samples them, are greedy.
+        """
         return True
 
     def _images(self, prompt: Sequence[int], inputs: dict[str, Any]) -> PromptImages | None:
@@ -434,13 +443,13 @@ class Decoder:
                 )
 
     def checkpoint(self, generation_config: str | None = None) -> Checkpoint:
-        """The sampling settings of the checkpoint's generation_config.json, which `generate` applies.
+        """Read the sampling settings from the checkpoint's generation_config.json, which `generate` applies.
 
         Args:
-            generation_config: "auto", "none" (no settings) or None, as in `generate`.
+            generation_config: "auto": the file's settings; "none": no settings; None: the decoder's default, `follows`.
 
         Raises:
-            ValueError: another value.
+            ValueError: `generation_config` is another value.
         """
         chosen = self.follows if generation_config is None else generation_config
         if chosen not in (AUTO, NONE):

@@ -1,4 +1,4 @@
-"""Hands a text to the caller: streams the tokens of each step, finds the end of the text, and records step times."""
+"""Hands generated tokens to the caller: streams each step's tokens, finds the end of the text, records step times."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from lp.parallel.message import Stop
 
 
 class Delivery:
-    """Hands the tokens of one text to its caller, and decides with the other ranks when the text ends.
+    """Hands the tokens generated for one request to its caller, and decides with the other ranks when generation ends.
 
     Args:
         request: the checked call, with the caller's callback and stopping criteria.
         context: who this rank is, and which ranks share its steps.
         timer: measures the parts of each step; time in the caller's callbacks does not count.
-        failures: collects exceptions of this rank, such as one of the callback.
+        failures: collects this rank's exceptions, such as one that the callback raised.
 
     Attributes:
         num_kept: how many of the generated tokens to return.
-        stopped_by: flags of the messages that ended the text before its step's tokens were used; Stop.NONE so far.
-        stats: one entry a decode step.
-        thread_s: CPU seconds of this thread in the last step, callbacks left out.
+        stopped_by: flags from the messages of a step that ended generation before the step's tokens were used;
+            Stop.NONE until then.
+        stats: statistics, one entry for each decode step.
+        thread_s: CPU seconds of this thread in the last step, without callbacks.
     """
 
     def __init__(self, request: Request, context: ParallelContext, timer: StepTimer, failures: Failures) -> None:
@@ -41,20 +42,20 @@ class Delivery:
 
     @property
     def wanted_stop(self) -> Stop:
-        """Flags for the header of this rank's next message: why all ranks should end the text; Stop.NONE: no reason."""
+        """Why all ranks should end generation, as flags for this rank's next message; Stop.NONE: it should continue."""
         pending = self.failures.pending_stop
         return pending | Stop.INTERRUPTED if self.request.signals.requested else pending
 
     def stop(self, stop: Stop, length: int, tokens: Sequence[int]) -> Stop:
-        """End the text because a rank's message says so; the tokens of this step are dropped.
+        """End generation because a rank's message says so; the tokens sampled in this step are dropped.
 
         Args:
-            stop: flags of all ranks' messages.
+            stop: the flags that any rank's message has set.
             length: number of generated tokens to return, if rank 0 has found the end of the text.
             tokens: the tokens generated before this step.
 
         Returns:
-            The reason to stop, for the finish reason.
+            The flag that determines the finish reason.
         """
         self.stopped_by = stop
         end_of_text = stop & ~(Stop.INTERRUPTED | Stop.FAILED)
@@ -65,11 +66,11 @@ class Delivery:
         """Stream the tokens of a decode step, check whether they end the text, and record the step's times.
 
         Args:
-            tokens: all generated tokens, those of this step included.
+            tokens: all generated tokens, this step's included.
             step: statistics of the step; its seconds are filled in here.
 
         Returns:
-            Why the text ends now; Stop.NONE: it goes on.
+            Why generation ends now; Stop.NONE: it continues.
         """
         self.thread_s = self.timer.thread_s()  # now: the user's own code comes next
         reason = self._stream(tokens, step.accepted + 1)

@@ -1,14 +1,14 @@
-"""The engine: generates texts that are submitted at any time, several of them in every step (continuous batching).
+"""The engine: generates for requests that are submitted at any time, several in every step (continuous batching).
 
     engine = lp.Engine(decoder)
     one, other = engine.submit(ids, 100), engine.submit(more_ids, 50, lp.SamplingParams(seed=7))
     engine.run()                                   # or engine.step() until it returns False
     one.result().tokens, other.result().tokens
 
-A text is one request's prompt and the tokens that are generated behind it. First come, first served: a text waits
-until one of `max_sequences` places and the cache slots that it may need are free. Prompts are prefilled in chunks, in
-the steps that the other texts take anyway. Each text has the tokens that it has alone; under one seed, whatever else
-runs.
+A request becomes a sequence: its prompt and the tokens that are generated after it; the code calls it a text. First
+come, first served: a request waits until fewer than `max_sequences` sequences run, and until as many cache slots are
+free as it may need. Prompts are prefilled in chunks, in the steps that the other sequences take anyway. A request gets
+the tokens that it would get alone, whatever else runs; a sampled request does so for a given seed.
 """
 
 from __future__ import annotations
@@ -41,21 +41,22 @@ LONGEST_TEXT = 32768  # cache slots for each sequence by default, if the model's
 
 
 class Engine:
-    """Generates many texts at a time: `submit` requests whenever they come, and call `step` until it returns False.
+    """Generates for many requests at a time: `submit` them whenever they come, and call `step` until it returns False.
 
     All calls come from one thread: other threads hand their requests to it, and wake it after `step` has returned
-    False. Callbacks may submit and cancel. Among ranks, all make the same calls in the same order. Use it as a context
-    manager: at the end of the block it cancels texts that have not ended, and frees its memory. After an exception
-    from `step` or `run` the engine can't be used again, except after the KeyboardInterrupt of a signal.
+    False. Callbacks may submit and cancel. If there are several ranks, all make the same calls in the same order. Use
+    the engine as a context manager: at the end of the block it cancels requests that have not ended, and frees its
+    memory. After an exception from `step` or `run` the engine can't be used again, except after the KeyboardInterrupt
+    of a signal.
 
     Args:
         decoder: a LookaheadDecoder or PlainDecoder, which computes the steps.
-        max_sequences: most texts that generate at a time; the others wait.
-        cache_tokens: cache slots for all texts together, one a token. None: as many as `max_sequences` + 1 texts of
-            full length need, within half of the free memory.
-        prefill_chunk: most prompt tokens that a step prefills while other texts decode in it, so that these do not
-            wait long for a new prompt.
-        reuse_prefixes: keep the caches of texts that have ended, so that a prompt that begins like one of them is not
+        max_sequences: most requests that generate at a time; the others wait.
+        cache_tokens: number of KV cache slots for all requests together, one for each token. None: enough for
+            `max_sequences` + 1 requests of full length, but no more than half of the free memory holds.
+        prefill_chunk: most prompt tokens that a step prefills while other requests decode in it; a low number keeps
+            these steps short.
+        reuse_prefixes: keep the KV of ended requests, so that a later prompt that begins with the same tokens is not
             computed from its start.
 
     Attributes:
@@ -113,17 +114,17 @@ class Engine:
         sampling: SamplingParams | None = None,
         **options: Any,
     ) -> Handle:
-        """Submit a request; its text begins in one of the next steps, when there is room.
+        """Submit a request; it begins in one of the next steps, when there is room.
 
         Args:
             input_ids, max_new_tokens, sampling, options: see `Decoder.generate`. `on_tokens` is called within `step`.
 
         Returns:
-            A handle for the text's progress and result.
+            A handle that tells the request's progress and has its result.
 
         Raises:
-            ValueError: as in `generate`; the text needs more cache slots than the engine has; or the model was moved to
-                another dtype or device since the engine was made.
+            ValueError: an argument is refused, as in `generate`; the request needs more cache slots than the engine
+                has; or the model was moved to another dtype or device since the engine was made.
             RuntimeError: the engine is closed.
         """
         self._check_open()
@@ -143,27 +144,27 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        """Number of texts that have not begun."""
+        """Number of submitted requests that have not begun."""
         return len(self._core.waiting)
 
     @property
     def running(self) -> int:
-        """Number of texts that take steps now."""
+        """Number of requests that have begun and not ended."""
         return len(self._core.running)
 
     def step(self) -> bool:
-        """Run one decode step of all running texts, prefill a chunk of waiting prompts, and stream new tokens.
+        """Run one decode step for all running requests, prefill a chunk of waiting prompts, and stream new tokens.
 
         Returns:
-            Whether any text still runs or waits: call it again.
+            Whether any request still runs or waits; if so, call `step` again.
 
         Raises:
-            KeyboardInterrupt: SIGINT or SIGTERM came, and the step is finished. On one rank, the texts go on if `step`
-                is called again. Among ranks, the running texts end as in `run`, once messages have told all ranks,
-                which may be one step later; then all ranks raise. A signal in the very last step is raised on its own
-                rank alone.
-            RuntimeError: called from a callback within a step, after an exception has cut a step off, or the engine is
-                closed.
+            KeyboardInterrupt: SIGINT or SIGTERM came, and the step is finished. On one rank, no request has ended, and
+                all continue if `step` is called again. If there are several ranks, the running requests end as in
+                `run`, once messages have told all ranks, which may be one step later; then all ranks raise. A signal in
+                the very last step is raised only on the rank that got it.
+            RuntimeError: called from a callback within a step, after an exception has interrupted a step, or the engine
+                is closed.
         """
         alone = self.decoder.steps_with.alone
         signals = self._signals_of_step if alone else self._signals
@@ -184,12 +185,12 @@ class Engine:
         return self._core.step()
 
     def run(self, stops_at_failure: bool = False) -> None:
-        """Call `step` until all texts have ended, or until SIGINT or SIGTERM comes to some rank.
+        """Call `step` until all requests have ended, or until some rank gets SIGINT or SIGTERM.
 
-        A signal ends the running texts with the tokens that they have; `run` returns, and `signal` has its number.
+        A signal ends the running requests with the tokens that they have; `run` returns, and `signal` has its number.
 
         Args:
-            stops_at_failure: return as soon as a text fails, too.
+            stops_at_failure: return also as soon as a request fails.
         """
         ends = Stop.INTERRUPTED | Stop.FAILED if stops_at_failure else Stop.INTERRUPTED
         with self._signals:
@@ -198,13 +199,13 @@ class Engine:
         self.signal = self._signals.take()
 
     def cancel(self, handle: Handle, num_tokens: int | None = None) -> None:
-        """End a text with the tokens that it has and the finish reason "cancelled"; one that has ended stays as it is.
+        """End a request with the tokens that it has and the finish reason "cancelled"; an ended request stays as it is.
 
         Called from a callback, it takes effect at the end of the step.
 
         Args:
-            handle: handle of the text.
-            num_tokens: how many of the generated tokens to keep, in the output and in the history; None: all.
+            handle: handle of the request.
+            num_tokens: how many of the generated tokens to keep, in the output and in the history file; None: all.
         """
         if not self._closed:
             self._core.cancel(handle, num_tokens)
@@ -227,11 +228,11 @@ class Engine:
 
     @property
     def available_slots(self) -> int:
-        """Cache slots, one a token, that new texts can get; those only kept for reuse count among them."""
+        """Number of KV cache slots, one per token, that new requests can get; slots only kept for reuse count, too."""
         return self._core.available_slots
 
     def clear_prefixes(self) -> None:
-        """Let no later prompt reuse the KV of earlier texts. Call it after changing the model's weights in place.
+        """Let no later prompt reuse the KV of earlier requests. Call it after changing the model's weights in place.
 
         Raises:
             RuntimeError: the engine is closed.
@@ -241,12 +242,12 @@ class Engine:
 
 
 def longest_text(decoder: StepDecoder) -> int:
-    """Cache slots that an engine reserves for each text by default: the model's context, or 32768 if that is less."""
+    """Number of cache slots that an engine reserves per request by default: the model's context, at most 32768."""
     return min(context_limit(decoder.model) or LONGEST_TEXT, LONGEST_TEXT)
 
 
 def slots_within_memory(decoder: StepDecoder, slots: int) -> int:
-    """Most cache slots, at most `slots`, that fit in half of the free memory of every rank; equal on all ranks."""
+    """Number of cache slots that fit in half of the free memory of every rank, at most `slots`; equal on all ranks."""
     runner = decoder.runner
     with decoder.computing():
         free, each = free_bytes(runner.device), slot_bytes(runner.known_kinds)

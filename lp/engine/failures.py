@@ -1,4 +1,4 @@
-"""Exceptions on one rank among several: the others must learn of them by a message, or they would wait in vain."""
+"""Exceptions on one rank among several: the other ranks must learn of them by a message, or they would wait in vain."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ T = TypeVar("T")
 
 
 class Failures:
-    """Keeps an exception in a text's work on this rank until the other ranks have learned of it from a message.
+    """Keeps an exception that is raised on this rank while it works on a request, until the other ranks know of it.
+
+    A message tells them.
 
     Args:
         context: who this rank is, and which ranks share its steps.
-        announced: tells whether the other ranks of this replica (tensor parallelism) know of an exception already.
-        explained: makes the error that a user is shown if the device has no room for the cache.
+        announced: tells whether the other ranks that hold parts of this copy of the model (tensor parallelism) know of
+            an exception already.
+        explained: turns the exception for a KV cache that does not fit into the error that a user is shown.
 
     Attributes:
-        failure: the exception that this rank has failed with; None if it has not.
-        pending_stop: flags for this rank's next message: why all ranks should end the text.
+        failure: the exception that this rank has failed with; None if it has not failed.
+        pending_stop: flags for this rank's next message that say why all ranks should end generation.
     """
 
     def __init__(
@@ -40,25 +43,26 @@ class Failures:
 
     @property
     def computes(self) -> bool:
-        """Whether this rank still computes the text's forward passes.
+        """Whether this rank still computes forward passes for the request.
 
-        After a failure it does so only because the other ranks of its replica can't compute theirs without it.
+        After a failure it does so only under tensor parallelism, where the other ranks need its part of each pass.
         """
         return not self.failure or self.context.replica.size > 1
 
     def attempt(self, work: Callable[[], T], in_any_case: bool = False) -> T | None:
-        """Call a function; among ranks, keep its exception in `failure` instead of raising it.
+        """Call a function; if there are several ranks, keep its exception in `failure` instead of raising it.
 
         Args:
-            work: function to call. It is skipped if this rank has failed before and no replica needs it.
-            in_any_case: call it even then.
+            work: function to call. After an earlier failure it is skipped, except under tensor parallelism, where other
+                ranks need this rank's part of the work.
+            in_any_case: call the function even after an earlier failure.
 
         Returns:
             The function's result; None if it failed or was skipped.
 
         Raises:
-            Exception: the function's exception, if there is no other rank, or if other ranks of the replica wait for
-                this one without knowing of it.
+            Exception: the function's exception, if there is no other rank, or if other ranks of a tensor-parallel model
+                would wait for this one without knowing of it.
         """
         replica_computes = self.context.replica.size > 1  # whose ranks can't compute without this one
         try:
@@ -77,7 +81,7 @@ class Failures:
         return None
 
     def raise_failure(self) -> None:
-        """Raise the kept exception, if there is one, once the text has ended on all ranks.
+        """Raise the exception kept in `failure`, if there is one; called when generation has ended on all ranks.
 
         Raises:
             BaseException: the exception that this rank has failed with.

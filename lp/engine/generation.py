@@ -1,8 +1,9 @@
-"""The generation of one text: its state, which every rank holds alike, and its part of a decode step.
+"""The generation of one sequence on one rank: its state, which is equal on all ranks, and its part of a decode step.
 
-A text is a prompt and the tokens that are generated behind it. A decode step computes a tree of nodes: draft tokens and
-window guesses, with `c` at the root. `c` is the newest token of the text, whose KV is not in the cache yet. Each rank
-grows and computes its own part of the tree, and learns the other parts from the messages of the other ranks.
+A sequence is a prompt and the tokens that are generated after it; the code calls it a text. A decode step computes a
+tree of nodes: draft tokens and window guesses, with `c` at the root. `c` is the newest token of the sequence, whose KV
+is not in the cache yet. Each rank grows and computes its own part of the tree, and learns the other parts from the
+messages of the other ranks.
 R: ranks that share the step, P: int64s of a message, n: sampled nodes, V: vocabulary.
 """
 
@@ -49,7 +50,7 @@ T = TypeVar("T")
 
 
 class Beginning(NamedTuple):
-    """The parts of a text's state that a decoder makes anew for each text; see `StepDecoder.begin`.
+    """The objects that a decoder makes anew for each request, from which its state is built; see `StepDecoder.begin`.
 
     Attributes:
         source: proposes the draft tree of each step.
@@ -61,16 +62,16 @@ class Beginning(NamedTuple):
 
 
 class StepPart(NamedTuple):
-    """This rank's part of a text's decode step, from `begin_step` to `end_step`.
+    """One rank's part in a sequence's decode step: `begin_step` makes it, `end_step` takes it.
 
     Attributes:
-        layout: the nodes that this rank computes.
-        header: first int64s of this rank's message.
+        layout: the nodes (draft tokens and window guesses) that this rank computes, as they are laid out in the step.
+        header: first int64s of this rank's message to the other ranks.
         slices: which columns of the lookahead window each rank computes.
-        merges: whether draft nodes that repeat a window node share that node; see `DraftTree.merge`.
-        num_logits: number of top-k logits that the message has of each node.
-        plain: whether the step computes one token, the newest of the text, as plain decoding does: it drafts nothing
-            and learns nothing.
+        merges: whether a draft node that repeats a window node becomes one node with it; see `DraftTree.merge`.
+        num_logits: how many top-k logits of each node the message has.
+        plain: whether this is a step of plain decoding, which computes only the newest token. Such a step drafts
+            nothing, and nothing is learned from it.
     """
 
     layout: StepLayout
@@ -82,19 +83,19 @@ class StepPart(NamedTuple):
 
 
 class Generation:
-    """The state of one text while it is generated, on one rank, and the parts of its decode steps.
+    """The state of one sequence (prompt and generated tokens) on one rank, and the parts of its decode steps.
 
     Token ids, lookahead window and draft source are equal on all ranks, since they change only by gathered messages.
-    Each rank has its own KV cache, which may lack accepted tokens that other ranks computed: the rank computes those
-    catch-up tokens in its next step.
+    Each rank has its own KV cache, which may lack accepted tokens that other ranks computed: the rank computes these
+    tokens again, along with its next step (catch-up tokens).
 
     Args:
-        config: shape of a step, and the parts of the method that are switched off.
+        config: shape of the steps, and which parts of lookahead decoding are switched off.
         context: who this rank is, and which ranks share its steps.
         runner: computes the forward passes.
         source, budget: see `Beginning`.
         request: the checked call.
-        cache: KV cache of at least `cache_slots` slots; empty, or with the first tokens of the prompt.
+        cache: KV cache with at least `cache_slots` slots; empty, or with the first tokens of the prompt.
         timer: splits the time of steps into forward passes, all-gathers and host work.
         merges_late: let the draft source learn a part of each step while the device computes the next one.
     """
@@ -165,14 +166,14 @@ class Generation:
         return self.text[len(self.request.prompt) :]
 
     def output(self, reason: Stop, prefill_s: float, decode_s: float) -> GenerationOutput:
-        """The output of the text, which has ended.
+        """Make the output of a sequence that has ended.
 
         Args:
             reason: why it ended.
-            prefill_s, decode_s: seconds before its first decode step, and from there on.
+            prefill_s, decode_s: seconds before its first decode step, and seconds from then on.
 
         Raises:
-            BaseException: an exception of this rank, such as one of the caller's callback.
+            BaseException: an exception that this rank has met, such as one that the caller's callback raised.
         """
         self.failures.raise_failure()
         tokens = self.tokens[: self.delivery.num_kept]
@@ -181,11 +182,11 @@ class Generation:
         return output
 
     def capture_steps(self, capture: Callable[[int, Sequence[int]], None]) -> None:
-        """Have CUDA graphs captured for all step sizes that this text may need, before its first step.
+        """Before the first step, have CUDA graphs captured for all step sizes that this sequence may need.
 
         Args:
-            capture: captures them; it is called with the number of tokens of the largest step, and the numbers of top-k
-                logits a node that steps may need, such as [0, 16].
+            capture: captures the graphs. It is called with the number of tokens of the largest step, and a list of all
+                numbers of top-k logits that steps may take of each node, such as [0, 16].
         """
         largest = max(self.budget.step_tokens, self.budget.max_padded_tokens)
         kinds = sorted({0, self.num_logits})  # a plain step takes none
@@ -193,7 +194,7 @@ class Generation:
 
     @property
     def cached_everywhere(self) -> list[int]:
-        """Ids of the text's first tokens whose KV every rank has, for reuse by later prompts.
+        """Ids of the first tokens of the sequence, as many as every rank has KV for; later prompts may reuse that KV.
 
         Empty if some rank may have failed to compute them.
         """
@@ -204,11 +205,11 @@ class Generation:
         return self.text[: self.cache.length - missing]
 
     def tree_pass(self, part: StepPart, padded: bool) -> TreePass:
-        """The input of the forward pass for this text's part of a step: tokens, positions and visibility.
+        """Make the input of the forward pass for this sequence's part of a step: tokens, positions and visibility.
 
         Args:
-            part: the text's part of the step on this rank.
-            padded: whether to pad it to a number of tokens that the budget finds faster.
+            part: this rank's part in the step.
+            padded: whether to add padding tokens where the token budget knows that a larger step takes less time.
         """
         layout = part.layout
         step = layout.step_tokens, layout.step_positions, layout.step_parents
@@ -228,10 +229,10 @@ class Generation:
         """Sample this rank's nodes, and write its message; if that fails, the message tells the other ranks.
 
         Args:
-            part: the text's part of the step on this rank.
-            logits: logits of the sampled nodes, (n, V); None if the text has failed on this rank before.
+            part: this rank's part in the step.
+            logits: logits of the sampled nodes, (n, V); None if this rank has failed before.
             failure: exception of the forward pass; None if it succeeded.
-            sampled: the sampled tokens, if the nodes were sampled along with those of other texts; else None.
+            sampled: the sampled tokens, if the nodes were sampled along with those of other sequences; else None.
 
         Returns:
             The message, int64 (P,), on the device of the logits.
@@ -253,10 +254,10 @@ class Generation:
         return message
 
     def observe_step(self, part: StepPart) -> None:
-        """Tell the token budget how long the last step took; only for a step that computed this text alone.
+        """Tell the token budget how long the last step took; called only for steps that computed this sequence alone.
 
         Args:
-            part: the text's part of that step.
+            part: this rank's part in that step.
         """
         # Other processors, as a grammar's, take time of their own.
         if self.budget.learns and not self.delivery.stopped_by and self.request.sampler.prefix_free:
@@ -266,7 +267,7 @@ class Generation:
             self.budget.observe(0 if part.plain else self.last_tokens, seconds)
 
     def begin_step(self) -> StepPart:
-        """Decide what this rank computes in the next decode step: propose drafts, divide the window, lay out nodes."""
+        """Decide what this rank computes in the next decode step: propose drafts, divide the window, lay out both."""
         self._cross_rope_boundary()
         if self.budget.idle and not self._some_lack:
             assert not self.catch_up
@@ -286,11 +287,11 @@ class Generation:
         """Finish a decode step: verify the draft tokens, commit the accepted ones, learn, and stream new tokens.
 
         Args:
-            part: the text's part of the step on this rank.
+            part: this rank's part in the step.
             messages: the messages of all ranks, int64 (R, P), on the host.
 
         Returns:
-            Why the text ends with this step; Stop.NONE: it goes on.
+            Why generation ends with this step; Stop.NONE: it continues.
         """
         stop, length = unpack(messages, self.trees, len(self.stats), self.rounding, self.context.steps.name_of)
         self.step_sampler.check_replicas(stop, len(self.stats))
@@ -387,15 +388,18 @@ class Generation:
     def finish_learning(self) -> None:
         """Let the draft source learn the rest of the last step, which `merges_late` has put off.
 
-        It is called on a rank that has failed too: all ranks have completed that step, and the tables that a session
-        keeps must stay the same on all of them.
+        A rank that has failed calls it, too: all ranks have completed that step, and the draft tables that a session
+        keeps must stay equal on all of them.
         """
         if self._merge:
             merge, self._merge = self._merge, None
             self.failures.attempt(merge, in_any_case=True)
 
     def finish(self) -> None:
-        """Let the draft source learn the rest of the last step, and tell it that the text has ended; on every rank."""
+        """Let the draft source learn the rest of the last step, and tell it that generation has ended.
+
+        Every rank calls it.
+        """
         self.finish_learning()
         prompt_tokens = len(self.request.prompt) - self.request.continued
         text = self.text[: len(self.request.prompt) + self.delivery.num_kept]

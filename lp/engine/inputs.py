@@ -1,4 +1,4 @@
-"""Turns what a caller gives into plain lists: token ids of the prompt and of EOS, logits processors, criteria."""
+"""Turns a caller's arguments into plain lists: token ids of the prompt and of EOS, logits processors, criteria."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Eos = int | Iterable[int] | np.ndarray | torch.Tensor
 
 
 def check_model(model: Any) -> None:
-    """Refuse anything but a loaded model, such as a model's name.
+    """Raise an error if the argument `model` is not a loaded model but something else, such as a model's name.
 
     Raises:
         UserError: names the value, and the calls that load a model.
@@ -36,7 +36,7 @@ def prompt_ids(model: PreTrainedModel, input_ids: Prompt) -> list[int]:
     """Convert a prompt to a list of token ids, and check that the model can continue it.
 
     Args:
-        model: the model.
+        model: the model whose vocabulary and context length limit the prompt.
         input_ids: token ids, (L,) or (1, L).
 
     Returns:
@@ -73,11 +73,11 @@ def prompt_ids(model: PreTrainedModel, input_ids: Prompt) -> list[int]:
 
 
 def eos_ids(model: PreTrainedModel, eos_token_id: Eos | None) -> frozenset[int]:
-    """The set of token ids that end a text.
+    """Collect the token ids that end a text.
 
     Args:
         model: the model, whose generation config has its EOS.
-        eos_token_id: one id or several; None: the model's; an empty sequence: none.
+        eos_token_id: one id or several; None: the model's own; an empty sequence: no token ends the text.
 
     Raises:
         ValueError: a value is no integer.
@@ -93,7 +93,7 @@ def eos_ids(model: PreTrainedModel, eos_token_id: Eos | None) -> frozenset[int]:
 
 
 def check_sampling(sampling: object) -> None:
-    """Refuse anything but SamplingParams or None, such as a temperature alone.
+    """Raise an error if the argument `sampling` is neither SamplingParams nor None, such as a lone temperature.
 
     Raises:
         ValueError: names the value and what to give.

@@ -1,10 +1,10 @@
-"""A journal: a file of JSON lines with the tokens generated so far, so that a restarted process goes on behind them.
+"""A journal: a file of JSON lines with the tokens generated so far, so that a restarted process continues after them.
 
-    {"text": "1f0c...", "seed": 7, "kept": 0}     a text begins, or goes on behind its first `kept` tokens
-    {"t": [312, 9]}                               a step's tokens
-    {"end": "length"}                             it ended, and why
+    {"text": "1f0c...", "seed": 7, "kept": 0}     a text begins, or continues after its first `kept` tokens
+    {"t": [312, 9]}                               the tokens of one decode step
+    {"end": "length"}                             the text has ended, and why
 
-A text is a prompt and the tokens that are generated behind it. Its name is a digest of everything that its tokens
+A text is a prompt and the tokens that are generated after it. Its name is a digest of everything that its tokens
 depend on: model, prompt and settings. A line belongs to the text that was named last; in a batch, whose texts share
 steps, a line names its text with "of". Rank 0 writes the file and reads it for all ranks. Each line is one write,
 which outlives the process but not a crash of the machine (there is no fsync).
@@ -61,7 +61,7 @@ OBJECTS = ("logits_processor", "stopping_criteria")  # whose settings are their 
 
 @dataclass
 class Record:
-    """The part of a text that the journal's file has.
+    """What a journal's file has of one generated text.
 
     Attributes:
         seed: seed that the text is sampled with; None for a greedy text.
@@ -96,17 +96,18 @@ class _Text:
 
 
 class Journal:
-    """Generates like a decoder, and keeps the tokens in a file: after a restart, the same call goes on behind them.
+    """Generates by a decoder, and keeps the tokens in a file; after a restart, the same call continues after them.
 
-    The whole text is that of an undisturbed run; it must be greedy or sampled with coupled noise. The file finds a text
-    by all settings of the call. Of logits processors and criteria it compares classes and those attributes that are
-    plain values or arrays: if two calls differ only in other attributes, such as a function, use two journals.
+    The whole text is that of an undisturbed run; it must be greedy or sampled with coupled noise (not by rejection).
+    The file finds a text by all settings of the call. Of logits processors and criteria it compares classes and those
+    attributes that are plain values or arrays: if two calls differ only in other attributes, such as a function, use
+    two journals.
 
     Args:
-        path: the file, which is created, or read and appended to. One process at a time may open it.
+        path: the file, which is created if missing, else read and appended to. Only one process at a time may open it.
         context: the ranks of the job.
-        fixed_weights: promise that models' weights don't change while the journal is open, so that their digest is
-            computed once and not for each call.
+        fixed_weights: True promises that models' weights don't change while the journal is open, so that the digest of
+            the weights is computed once and not for each call.
 
     Raises:
         ValueError: the file cannot be read or written, is no journal, or is open in another process.
@@ -127,7 +128,7 @@ class Journal:
 
     @property
     def seed(self) -> int | None:
-        """Seed of the file's first sampled text, to give further texts the same; None if no text is sampled."""
+        """Seed of the first sampled text in the file, so that further texts can get it too; None if none is sampled."""
         return next((record.seed for record in self.records.values() if record.seed is not None), None)
 
     def generate(
@@ -142,21 +143,22 @@ class Journal:
     ) -> GenerationOutput:
         """Call `decoder.generate`, or only for the rest of the text if the file has its first tokens.
 
-        `on_tokens` gets the tokens of the file in one call, as step 0. An unfinished text begins anew if the model
-        can't resume one exactly (`resumable`).
+        `on_tokens` gets the tokens of the file in one call, as step 0. An unfinished text is generated from its
+        beginning if the model can't resume a text exactly (`resumable`).
 
         Args:
-            decoder, ids, max_new_tokens, sampling, on_tokens, options: see `Decoder.generate`. Without a seed, the
-                text gets the seed that the file has for it, or a drawn one.
+            decoder, ids, max_new_tokens, sampling, on_tokens, options: see `Decoder.generate`. If no seed is given for
+                a sampled text, its seed in the file is used, or else a random one.
 
         Returns:
             The output of the whole text. `resumed` says how many tokens came from the file; steps and times are those
             of the other tokens.
 
         Raises:
-            Interrupted: as in `Decoder.generate`, with the whole text so far; the same call later goes on behind it.
-            ValueError: as in `Decoder.generate`; also for rejection sampling, whose draws can't be repeated, a grammar,
-                which can't begin within a text, and scores or logits, which the file does not have.
+            Interrupted: as in `Decoder.generate`, with the whole text so far; the same call later continues after it.
+            ValueError: as in `Decoder.generate`. It is also raised for rejection sampling, whose draws can't be
+                repeated, for a grammar, which can't begin within a text, and for scores or logits, which the file does
+                not have.
         """
         call = {**options, "input_ids": ids, "max_new_tokens": max_new_tokens, "sampling": sampling}
         text = self._begin(decoder, self._model_name(decoder.model), {**call, "on_tokens": on_tokens})
@@ -180,7 +182,7 @@ class Journal:
         max_sequences: int = MAX_SEQUENCES,
         **options: Any,
     ) -> list[GenerationOutput]:
-        """Call `decoder.generate_batch`, for each prompt only for the rest of the text that the file does not have.
+        """Call `decoder.generate_batch` for those parts of the texts that the file does not have.
 
         Args:
             decoder, inputs, max_new_tokens, sampling, on_tokens, max_sequences, options: see
@@ -329,10 +331,10 @@ class Journal:
 
 
 def model_name(model: PreTrainedModel, context: ParallelContext) -> str:
-    """Name a model by digests of its config and weights, so that a journal goes on with the same model only.
+    """Name a model by digests of its config and weights, so that a journal continues texts only with the same model.
 
-    All ranks call it together and get the same name, however many they are; under tensor parallelism each digests its
-    own part.
+    All ranks call it together, and get the same name. The name does not depend on the number of ranks, unless tensor
+    parallelism divides the model: then each rank digests its own part.
 
     Args:
         model: this rank's model, or its part of the model.
@@ -352,10 +354,10 @@ def _text_name(
 
 
 def resumable(model: PreTrainedModel) -> bool:
-    """Whether a text can be resumed exactly, with its generated tokens as the end of a longer prompt.
+    """Whether a model can resume a text exactly, if the tokens generated so far are given as the end of the prompt.
 
-    It can't if the model computes prompt tokens otherwise than generated ones: if rotary frequencies depend on the
-    length of the text, or if recurrent layers take a prompt in parts of a certain size.
+    It can't if it computes prompt tokens otherwise than generated ones: if rotary frequencies depend on the length of
+    the text, or if recurrent layers take a prompt in parts of a certain size.
     """
     return not (rope_boundary(model.config.get_text_config()) or limits_prompt(model))
 

@@ -1,4 +1,4 @@
-"""The lookahead decoder: decode steps of `lp.engine.generation`, with draft tokens of any registered draft source."""
+"""The lookahead decoder: runs the decode steps of `lp.engine.generation` with any registered source of draft tokens."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ class LookaheadDecoder(BatchDecoder):
         model: an HF causal LM, loaded and on its device.
         config: LookaheadConfig, or the config of another registered draft source, such as PromptLookupConfig. None is
             LookaheadConfig(), which chooses the tokens of each step by what pays on this machine.
-        context: the ranks to share each step with; None is this process alone.
-        attention: attention backend of the steps: "auto", "sdpa", "eager", "flash", "flex" or "by_position". The model
-            itself stays as it was loaded.
+        context: the ranks to share each step with; None: this process alone.
+        attention: attention backend of the steps: "auto", "sdpa", "eager", "flash", "flex", or "by_position" (lp's own,
+            for `exact="bitwise"`). The model itself stays as it was loaded.
         capture: how steps are launched: "graph" replays CUDA graphs of a few fixed step sizes, "compile" does so with
             torch.compile, "off" runs the model's operations one by one; "auto" is "graph" on a GPU, else "off".
         step_times: how long steps take, for an adaptive config. None: the times in the user's cache folder, or a first
@@ -73,8 +73,8 @@ class LookaheadDecoder(BatchDecoder):
             which computes beside the host.
 
     Raises:
-        ValueError: the model's architecture or attention takes no tree mask, its steps can't be captured as asked, or
-            the config belongs to no registered draft source, or to one that can't be used here.
+        ValueError: the model's architecture or attention takes no tree mask, its steps can't be captured as asked, the
+            config belongs to no registered draft source, or its draft source can't be used here.
         torch.OutOfMemoryError: the device is full; says what to lower.
     """
 
@@ -129,16 +129,16 @@ class LookaheadDecoder(BatchDecoder):
         return config
 
     def budget(self, source: DraftSource, temperature: float = 0.0, texts: int = 1) -> Budget:
-        """Make the token budget of one text, which decides how many tokens each of its steps computes.
+        """Make the token budget for one request, which decides how many tokens each of its steps computes.
 
-        Ranks divide a fixed budget if the draft source grows a share for each rank. Another source may propose a single
-        path, which can't be divided: every rank then has the budget of one rank alone.
+        Ranks divide a fixed budget if the draft source proposes a different part of the draft tree on each rank. A
+        source that proposes a single path can't divide it: every rank then has the budget of one rank alone.
 
         Args:
-            source: the text's draft source.
-            temperature: temperature of sampling from the whole vocabulary; 0 if the text is greedy, or if warpers leave
-                tokens out.
-            texts: most texts that a step may compute together.
+            source: the draft source for the request.
+            temperature: temperature of sampling from the whole vocabulary; 0 for greedy decoding, or if warpers such as
+                top-k leave tokens out.
+            texts: most sequences that a step may compute together.
         """
         if self.step_times is None:
             return FixedBudget(self.config, self.context.steps.size if source.divides else 1)
@@ -147,7 +147,7 @@ class LookaheadDecoder(BatchDecoder):
         return AdaptiveBudget(self.config, times, self.context.steps.size, temperature, texts, clock)
 
     def explain(self) -> str:
-        """Describe in two lines how large steps may be, what they cost, and how large those of the last text were."""
+        """Describe in two lines how large steps may be and what they cost, and how large the last text's steps were."""
         origin = self._step_times.origin if self._step_times else ""
         return f"{describe_budget(self.config, self.step_times)}{origin}\n{describe_steps(self._last)}"
 
@@ -156,24 +156,24 @@ class LookaheadDecoder(BatchDecoder):
 
     @property
     def step_times(self) -> StepTimes | None:
-        """Step times that an adaptive config decides by, as they are known now; None for a fixed budget."""
+        """Seconds of a step by its number of tokens, by which an adaptive config decides; None for a fixed budget."""
         return self._step_times.times if self._step_times else None
 
     @property
     def attention(self) -> str:
-        """Name of the attention backend in use, such as "flash", whichever "auto" has chosen."""
+        """Name of the attention backend in use, such as "flash"; if "auto" was asked for, the one that was chosen."""
         return self.runner.attention
 
     @property
     def span(self) -> int:
-        """Most positions that the tokens sampled in one step may span; the sampler keeps noise for as many."""
+        """Most consecutive positions for which one step may sample tokens; the sampler keeps noise for that many."""
         return step_tokens(self.config)
 
     @property
     def noisy_guesses(self) -> bool:
-        """Whether window guesses that can't be accepted in their step are sampled under noise as accepted ones are.
+        """Whether the lookahead window's guesses for later positions are sampled under noise, as accepted tokens are.
 
-        False only in the ablation `window_noise=False`.
+        They are greedy only with the ablation setting `window_noise=False`.
         """
         return self.config.ablation.window_noise
 
@@ -182,7 +182,7 @@ class LookaheadDecoder(BatchDecoder):
         return getattr(self.model.config, "_name_or_path", None) or ""
 
     def source(self, request: Request) -> DraftSource:
-        """Make the draft source of one text, which proposes its draft tokens.
+        """Make the draft source for one request, which proposes its draft tokens.
 
         Args:
             request: the checked call.
@@ -221,10 +221,10 @@ class LookaheadDecoder(BatchDecoder):
         return {"prompt": chain_digest(0, request.prompt), **digests}
 
     def open_for(self, owner: str) -> None:
-        """Open the files with an owner's session pool and history now, so that the owner's first text need not wait.
+        """Open the files that keep an owner's n-gram pool and history, so that the owner's first request need not wait.
 
         Args:
-            owner: `owner` of the `generate` calls to come, equal on all ranks; "" is their default.
+            owner: the argument `owner` of the `generate` calls to come, equal on all ranks; "" is the default.
 
         Raises:
             ValueError: a file can't be used, or it differs among ranks.
@@ -245,7 +245,7 @@ class LookaheadDecoder(BatchDecoder):
 
     @property
     def most_step_tokens(self) -> int:
-        """Most tokens that a step of one text may have on a rank, padding included."""
+        """Most tokens that one sequence may have in a step on one rank, padding included."""
         own = self.step_times.max_tokens if self.step_times else step_tokens(self.config)
         return own + self.runner.most_padding
 

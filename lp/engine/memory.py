@@ -24,7 +24,7 @@ REMEDY = (
 
 
 def with_remedy(error: BaseException) -> BaseException:
-    """Add to a device's out-of-memory error which settings to lower; any other error is returned as it is."""
+    """Add to a device's out-of-memory error which settings to lower; any other error is returned unchanged."""
     if not isinstance(error, torch.OutOfMemoryError) or REMEDY in str(error):
         return error
     explained = torch.OutOfMemoryError(f"{error}; {REMEDY}")
@@ -34,7 +34,7 @@ def with_remedy(error: BaseException) -> BaseException:
 
 @contextmanager
 def remedy_named() -> Iterator[None]:
-    """While entered, an out-of-memory error that leaves the block gets a message that says what to lower."""
+    """A `with` block that adds to out-of-memory errors raised in it which settings to lower."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -51,13 +51,15 @@ def too_large(
     new_tokens: int,
     device: torch.device,
 ) -> ValueError:
-    """The error for a user whose KV cache does not fit: needed and free memory, and W, G or a length that would fit.
+    """Make the user's error for a KV cache that does not fit: needed and free memory, and settings that would fit.
+
+    It proposes smaller W and G (the size of steps), or fewer new tokens.
 
     Args:
-        error: the cache's error, which has the bytes that it needs.
+        error: the exception raised for the cache, which has the bytes that the cache needs.
         config, budget: shape and token budget of the steps.
-        prompt_tokens, new_tokens: tokens of the prompt, and tokens that were to be generated.
-        device: device that the cache was to be on.
+        prompt_tokens, new_tokens: number of prompt tokens, and of tokens that were to be generated.
+        device: device on which there is no room for the cache.
     """
     free = free_bytes(device)
     a_rank = " a rank" if budget.ranks > 1 else ""

@@ -34,7 +34,7 @@ class StepTimer:
 
     Attributes:
         forward, exchange: context managers to enter around the model and around the collectives.
-        callback: context manager to enter around the user's own code, whose time does not count as the step's.
+        callback: context manager to enter around the user's own code, whose time is left out of the step's.
     """
 
     def __init__(self) -> None:
@@ -52,22 +52,22 @@ class StepTimer:
         return elapsed_s
 
     def thread_s(self) -> float:
-        """CPU seconds of this thread since the start or the last restart; other programs do not lengthen them."""
+        """CPU seconds that this thread has used since the last restart; other programs do not lengthen them."""
         return THREAD_CLOCK() - self._thread_started
 
     def count_as_exchange(self, seconds: float) -> None:
-        """Move seconds from the model's time to the exchange's.
+        """Move seconds from the model's time to the collectives' time.
 
-        On a GPU both run in one queue, and the host waits for it once, within `forward`.
+        On a GPU both run in one queue, and the host waits for that queue only once, within `forward`.
 
         Args:
-            seconds: how long the exchange took.
+            seconds: how long the collectives took.
         """
         self.forward.total_s -= seconds
         self.exchange.total_s += seconds
 
     def seconds(self) -> tuple[float, float, float]:
-        """Seconds of the current step so far, callbacks left out: (in the model, in collectives, on the host)."""
+        """Seconds of the current step so far, without callbacks: (in the model, in collectives, on the host)."""
         forward_s, exchange_s = self.forward.total_s, self.exchange.total_s
         host_s = time.perf_counter() - self._started - forward_s - exchange_s - self.callback.total_s
         return forward_s, exchange_s, host_s
@@ -83,8 +83,8 @@ class StepStats(NamedTuple):
         forward_s, exchange_s, host_s: seconds in the model, in the collectives, and in all else; the caller's own
             `on_tokens` and criteria do not count.
         columns: columns of the lookahead window, on all ranks together.
-        idle: whether the token budget left the step plain, because lookahead did not pay: one token, no drafts.
-        most_tokens: tokens of the rank that computed most, without padding.
+        idle: whether the token budget made this a plain step (one token, no drafts), because lookahead did not pay.
+        most_tokens: tokens that were computed by the rank with most of them, without padding.
     """
 
     num_tokens: int
@@ -111,16 +111,16 @@ class GenerationOutput:
         tokens: ids of the generated tokens, with the EOS if there is one.
         finish_reason: "eos", "length" (max_new_tokens), "stop_string", "criteria" or "context" (the model's context is
             full); "interrupted" in `Interrupted.output`; "cancelled" by `Engine.cancel`.
-        step_stats: one entry for each decode step.
-        prefill_s, decode_s: seconds before the first decode step, and from there on.
+        step_stats: statistics, one entry for each decode step.
+        prefill_s, decode_s: seconds before the first decode step, and seconds from then on.
         cache_bytes: bytes of the preallocated KV cache; 0 if the decoder has none.
         logits, scores: (tokens, V), the model's logits at each token, and the logits after processors and warpers that
-            it was chosen by; None unless asked for. V: vocabulary.
-        resumed: how many of the first tokens a journal had, so that no step of this call made them.
-        reused: how many of the prompt's first tokens had their KV copied from an earlier text.
+            the token was chosen by; None unless asked for. V: vocabulary.
+        resumed: how many of the first tokens came from a journal, so that no step of this call made them.
+        reused: how many of the prompt's first tokens had their KV copied from an earlier request.
         accepted_prediction: how many tokens of the caller's `prediction` were accepted as draft tokens.
-        attention: what computed attention, such as "flash", or "transformers' sdpa" for AutoregressiveDecoder; empty if
-            nothing was computed.
+        attention: attention implementation that was used, such as "flash", or "transformers' sdpa" for
+            AutoregressiveDecoder; empty if nothing was computed.
         exact: "bitwise" if the logits are bit for bit those of plain decoding in that mode, else "tokens".
         threads: number of CPU threads that computed the text, since rounding depends on it; 0 on another device.
         seed: seed that repeats a sampled text, whether given or drawn; None for a greedy text.
@@ -149,15 +149,15 @@ class GenerationOutput:
 
     @property
     def could_go_on(self) -> bool:
-        """Whether the text was cut short from outside: interrupted or cancelled."""
+        """Whether generation was cut short from outside (interrupted or cancelled), so that it could be continued."""
         return self.finish_reason in ("interrupted", "cancelled")
 
     @property
     def compression(self) -> float:
-        """S, the step compression: generated tokens for each decode step, such as 2.4; plain decoding has 1."""
+        """The step compression S: mean number of generated tokens per decode step, such as 2.4; plain decoding: 1."""
         return (len(self.tokens) - self.resumed) / self.steps if self.steps else 0.0
 
     @property
     def mean_tokens(self) -> float:
-        """Mean number of tokens that this rank computed in a step, without padding."""
+        """Mean number of tokens that this rank computed per step, without padding."""
         return statistics.fmean(s.num_tokens for s in self.step_stats) if self.step_stats else 0.0

@@ -1,7 +1,8 @@
-"""Plain decoding on the engine of lookahead decoding: the baseline for its speed.
+"""Plain decoding on the engine of lookahead decoding: the baseline for the speed of lookahead decoding.
 
 The forward pass, its cache, captured steps, samplers and the loop are those of `LookaheadDecoder`, so that a speed-up
-over this decoder is due to lookahead alone. `AutoregressiveDecoder` shares none of them: tokens are compared with its.
+over this decoder is due to lookahead alone. `AutoregressiveDecoder` shares none of these: it is the reference for
+tokens.
 """
 
 from __future__ import annotations
@@ -28,18 +29,19 @@ ONE_TOKEN = LookaheadConfig(window_size=0, ngram_size=2, guess_set_size=0)
 
 
 class PlainDecoder(BatchDecoder):
-    """Plain decoding, one token a step, on the engine of `LookaheadDecoder`: the baseline for its speed.
+    """Plain decoding, one token a step, on the engine of `LookaheadDecoder`: the baseline for its speed-up.
 
-    Ranks share no steps: each rank, or each replica under tensor parallelism, decodes the whole text.
+    Ranks share no steps: each rank decodes the whole text. Under tensor parallelism, each group of ranks that holds one
+    copy of the model does.
 
     Args:
         model: an HF causal LM, loaded and on its device.
-        context: the ranks of the job; rank 0 draws a seed for all if none is given. None is this process alone.
+        context: the ranks of the job; rank 0 draws a seed for all if no seed is given. None: this process alone.
         attention, capture, exact, kv_dtype: see `LookaheadDecoder`; with exact="bitwise" both give the same logits bit
             for bit.
 
     Raises:
-        ValueError: a model that `LookaheadDecoder` refuses; `AutoregressiveDecoder` takes it.
+        ValueError: `LookaheadDecoder` refuses such a model, too; `AutoregressiveDecoder` takes it.
         torch.OutOfMemoryError: the device is full; says what to lower.
     """
 
@@ -61,21 +63,24 @@ class PlainDecoder(BatchDecoder):
 
     @property
     def attention(self) -> str:
-        """Name of the attention backend in use, such as "flash", whichever "auto" has chosen."""
+        """Name of the attention backend in use, such as "flash"; if "auto" was asked for, the one that was chosen."""
         return self.runner.attention
 
     @property
     def steps_with(self) -> ParallelContext:
-        """The ranks that share a step: this replica's alone, since each replica decodes the whole text."""
+        """The ranks that share a decode step: only those that hold one copy of the model between them.
+
+        Each copy of the model decodes the whole text by itself.
+        """
         return self.context.replica_alone()
 
     @property
     def most_step_tokens(self) -> int:
-        """Most tokens that a step of one text computes: one, and padding."""
+        """Most tokens that one sequence has in a step: the newest token, and padding."""
         return 1 + self.runner.most_padding
 
     def begin(self, request: Request, texts: int = 1) -> Beginning:
-        """A draft source and a token budget under which every step computes one token; arguments change nothing."""
+        """Make a draft source that drafts nothing, and a token budget of one token a step; arguments are not used."""
         return Beginning(NoDrafts(), PlainBudget(ONE_TOKEN))
 
     def generation(self, request: Request, beginning: Beginning, cache: StaticKVCache, timer: StepTimer) -> Generation:
@@ -83,14 +88,14 @@ class PlainDecoder(BatchDecoder):
 
 
 class PlainBudget(FixedBudget):
-    """A token budget that makes every step plain: one token, without drafts or learning."""
+    """A token budget that makes every step compute one token, as plain decoding does, without drafts or learning."""
 
     idle = True
 
 
 class NoDrafts(DraftSource):
-    """A draft source without drafts, for a decoder whose steps are all plain."""
+    """A draft source that drafts nothing, for a decoder that computes one token in every step."""
 
     def propose(self, text: Sequence[int], budget: int, window: WindowDrafts, price: TokenPrice | None, /) -> DraftTree:
-        """An empty draft tree, whatever the arguments."""
+        """Return an empty draft tree, whatever the arguments are."""
         return DraftTree()

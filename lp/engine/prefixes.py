@@ -1,11 +1,14 @@
-"""Prefix reuse: the KV caches of texts that have ended, kept until their slots are needed for other texts.
+"""Prefix reuse: the KV caches of sequences that have ended, kept until other sequences need the cache slots.
 
-A text is a prompt and the tokens that were generated behind it. An editor sends the same file after every keystroke,
-and a chat its whole past with every message: the prefix that a prompt shares with an earlier text is copied from that
-text's cache instead of being computed, which is exact, since the KV of a token depends only on the tokens before it. A
-copy reads as much memory as one plain step, and leaves the earlier text as it was for the next prompt.
-The texts are kept in a sorted list, where the one that shares most with a prompt is next to the prompt's own place.
-A prompt reuses texts of its own owner alone: else its time to the first token would tell what others have asked.
+A sequence is a prompt and the tokens that were generated after it; the code calls it a text. An editor sends the same
+file after every keystroke, and a chat its whole past with every message. The prefix that such a prompt shares with an
+earlier sequence is copied from that sequence's cache instead of being computed. This is exact, since the KV of a token
+depends only on the tokens before it. A copy reads as much memory as one plain step, and leaves the earlier sequence as
+it was, for the next prompt.
+
+Sequences are kept in a sorted list, where the sequence that shares most with a prompt is next to the prompt's own
+place. A prompt reuses only sequences of its own owner: otherwise the time to its first token would tell what others
+have asked.
 """
 
 from __future__ import annotations
@@ -21,12 +24,12 @@ from lp.models.kv_cache import StaticKVCache
 
 @dataclass(frozen=True, eq=False)
 class CachedText:
-    """A text whose KV is cached, so that a prompt may reuse a prefix of it.
+    """A sequence (prompt and generated tokens) whose KV is cached, so that a later prompt may reuse a prefix of it.
 
     Attributes:
-        tokens: int64 (tokens,), ids of the text's tokens whose KV is cached.
-        cache: the cache, which has their KV in its first slots.
-        owner: name of the text's owner, whose prompts may reuse it.
+        tokens: int64 (tokens,), ids of the sequence's first tokens, as many as have cached KV.
+        cache: the KV cache, which has these tokens in its first slots.
+        owner: name of the sequence's owner, whose prompts may reuse it.
     """
 
     tokens: np.ndarray
@@ -35,7 +38,9 @@ class CachedText:
 
 
 class Prefixes:
-    """The generated texts that are kept for prefix reuse, with their KV caches; no text is a prefix of another.
+    """The sequences that are kept for prefix reuse, with their KV caches.
+
+    If one sequence of an owner is a prefix of another one, only the longer sequence is kept.
 
     Args:
         give_back: function that frees the slots of a cache.
@@ -51,12 +56,12 @@ class Prefixes:
         return len(self._texts)
 
     def keep(self, tokens: Sequence[int], cache: StaticKVCache, owner: str = "") -> None:
-        """Keep the cache of a text that has ended, or free it if a kept text of the owner begins with its tokens.
+        """Keep an ended sequence's cache for reuse; free it if a kept one of the same owner begins with its tokens.
 
         Args:
-            tokens: ids of the text's tokens whose KV is cached.
-            cache: the text's cache, with as many slots as tokens.
-            owner: name of the text's owner.
+            tokens: ids of the sequence's tokens whose KV is cached.
+            cache: the sequence's cache, with as many slots as tokens.
+            owner: name of the sequence's owner.
         """
         text = CachedText(np.array(tokens, np.int64), cache, owner)
         key = _sort_key(text.tokens, owner)
@@ -77,15 +82,15 @@ class Prefixes:
     def longest(
         self, prompt: Sequence[int], running: Iterable[CachedText] = (), owner: str = ""
     ) -> tuple[CachedText | None, int]:
-        """Find the text that shares the longest prefix with a prompt.
+        """Find the cached sequence that shares the longest prefix with a prompt.
 
         Args:
             prompt: ids of the prompt's tokens.
-            running: texts that still run, to look at as well.
-            owner: name of the prompt's owner; texts of others are passed over.
+            running: sequences that still run, to search as well.
+            owner: name of the prompt's owner; sequences of other owners are passed over.
 
         Returns:
-            The text, and the number of tokens that it shares; None and 0 if no text begins like the prompt.
+            The sequence, and the number of tokens that it shares; None and 0 if no sequence begins like the prompt.
         """
         tokens = np.array(prompt, np.int64)
         at = bisect(self._sorted, _sort_key(tokens, owner))
@@ -100,13 +105,13 @@ class Prefixes:
         return found, most
 
     def drop_oldest(self, but: CachedText | None = None) -> bool:
-        """Free the cache of the kept text that was used longest ago.
+        """Free the cache of the kept sequence that was least recently used.
 
         Args:
-            but: a text to keep all the same; None for no exception.
+            but: a sequence that must not be freed; None: any may be freed.
 
         Returns:
-            Whether there was a text to free.
+            Whether there was a sequence to free.
         """
         for key, text in self._texts.items():
             if text is not but:
@@ -115,7 +120,7 @@ class Prefixes:
         return False
 
     def clear(self) -> None:
-        """Free the caches of all kept texts."""
+        """Free the caches of all kept sequences."""
         while self.drop_oldest():
             pass
 
@@ -135,7 +140,7 @@ def _sort_key(tokens: np.ndarray, owner: str) -> bytes:
 
 
 def common(one: np.ndarray, other: np.ndarray) -> int:
-    """Length of the longest common prefix of two texts.
+    """Length of the longest common prefix of two lists of token ids.
 
     Args:
         one, other: token ids, one-dimensional.

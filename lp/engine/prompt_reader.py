@@ -1,4 +1,4 @@
-"""Prefill: the forward passes that put a prompt into the KV cache, whose logits the draft source may learn from.
+"""Prefill: the forward passes that put a prompt into the KV cache, from whose logits the draft source may learn.
 
 V: vocabulary, K: top-k logits of a token, n: tokens of a chunk.
 """
@@ -21,19 +21,19 @@ from lp.sampling.top_logits import unpack_top_logits
 
 
 class PromptReader:
-    """Prefills one prompt, a chunk in each step, and shows its top-k logits to the draft source.
+    """Prefills one prompt, a chunk in each step, and gives the prompt's top-k logits to the draft source to learn from.
 
     Args:
-        prompt: token ids. All but the last are prefilled; the first decode step computes the last.
+        prompt: token ids. All but the last are prefilled; the first decode step computes the last one.
         runner: makes the inputs of the forward passes.
         context: who this rank is, and which ranks share its steps.
         step_sampler: selects the top-k logits.
         source: draft source that learns from the prompt's top-k logits.
         num_logits: K; 0: the draft source does not learn from the prompt's logits.
-        num_cached: number of the prompt's first tokens that are in the cache already, from an earlier text.
+        num_cached: number of the prompt's first tokens that are in the cache already, copied from an earlier sequence.
         failures: keeps exceptions of this rank for its next message.
-        images: images of the prompt; None for none.
-        adapter: name of the LoRA adapter of this text; None: the adapters that are active on the model.
+        images: images in the prompt; None: there are none.
+        adapter: name of the LoRA adapter for this request; None: the adapters that are active on the model.
     """
 
     def __init__(
@@ -62,22 +62,22 @@ class PromptReader:
         self._packed: list[torch.Tensor] = []  # top-k logits of the chunks that are cached so far
 
     def is_cached(self, cache: StaticKVCache) -> bool:
-        """Whether the prompt is prefilled: all but its last token, which the first decode step computes."""
+        """Whether the prompt is prefilled, except for its last token, which the first decode step computes."""
         return cache.length >= len(self.prompt) - 1
 
     def lacks_images(self, cache: StaticKVCache) -> bool:
-        """Whether the prompt has images that are not in the cache yet: call `read_images` next."""
+        """Whether the prompt has images whose KV is not in the cache yet, so that `read_images` must come next."""
         return self.images is not None and cache.length < self.images.end
 
     def takes_chunks(self, cache: StaticKVCache) -> bool:
-        """Whether a chunk of the prompt's tokens is to be prefilled next, by `next_chunk` and `take_chunk`."""
+        """Whether a chunk of the prompt's tokens must be prefilled next, by `next_chunk` and `take_chunk`."""
         return not self.is_cached(cache) and not self.lacks_images(cache)
 
     def read_images(self, cache: StaticKVCache) -> None:
-        """Prefill the prompt up to the end of its images, in one forward pass of the model's own code.
+        """Prefill the prompt up to the end of its images, in one forward pass by the model's own code.
 
         Args:
-            cache: the text's cache, which must be empty.
+            cache: the sequence's cache, which must be empty.
         """
         images = self.images
         assert images is not None and not cache.length
@@ -85,20 +85,20 @@ class PromptReader:
         cache.length = images.end  # as on the other ranks, if it failed: the message of the first step tells them
 
     def chunk_size(self, cache: StaticKVCache, room: int) -> int:
-        """Number of prompt tokens for the next pass to prefill; 0: none is left.
+        """Number of prompt tokens that the next forward pass is to prefill; 0: no tokens are left.
 
         Args:
-            cache: the text's cache.
-            room: most tokens that the pass has room for.
+            cache: the sequence's cache.
+            room: most prompt tokens that the pass has room for.
         """
         return self.runner.prompt_chunk(len(self.prompt) - 1 - cache.length, room)
 
     def next_chunk(self, cache: StaticKVCache, count: int) -> TreePass:
-        """The input of the forward pass that prefills the next chunk.
+        """Make the input of the forward pass that prefills the next chunk.
 
         Args:
-            cache: the text's cache.
-            count: number of prompt tokens, from `chunk_size`.
+            cache: the sequence's cache.
+            count: number of prompt tokens in the chunk, from `chunk_size`.
         """
         num_logits = count if self.num_logits else 0
         tree = self.runner.prompt_pass(self.prompt, len(self.prompt) - 1, cache.length, count, cache, num_logits)
@@ -107,11 +107,11 @@ class PromptReader:
     def take_chunk(self, cache: StaticKVCache, count: int, logits: torch.Tensor, failure: Exception | None) -> None:
         """Finish a chunk: commit its KV, and keep its top-k logits for the draft source.
 
-        After the last chunk, the draft source learns from the logits of all of them.
+        After the last chunk, the draft source learns from the logits of all chunks.
 
         Args:
             cache: the cache that the forward pass has written to.
-            count: number of tokens of the chunk.
+            count: number of tokens in the chunk.
             logits: logits of its tokens, (count, V); empty if the draft source does not learn from them.
             failure: exception of the forward pass; None if it succeeded.
         """

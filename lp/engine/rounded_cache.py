@@ -1,7 +1,7 @@
-"""A quantised KV cache to check lp's by: transformers' cache, with keys and values rounded on their way in.
+"""A quantised KV cache to check lp's against: transformers' cache, with keys and values rounded before they are stored.
 
-`AutoregressiveDecoder` uses it. It stores rounded values in the model's dtype: only what attention reads matters here,
-and that the code shares nothing with `lp.models`.
+`AutoregressiveDecoder` uses it. It stores rounded values in the model's dtype: only the values that attention reads
+matter here, and that the code shares nothing with `lp.models`.
 
 D: head dimension.
 """
@@ -17,10 +17,10 @@ from lp.config import KVDtype
 
 
 class RoundedCache(DynamicCache):
-    """Transformers' cache with keys and values rounded to one byte each, with a scale for each head and token.
+    """Transformers' cache, with keys and values rounded to one byte each, with a scale for each head and token.
 
     Args:
-        kv_dtype: what they are rounded to: INT8 or FP8.
+        kv_dtype: dtype to round keys and values to: INT8 or FP8.
         options: further arguments of DynamicCache.
     """
 
@@ -37,13 +37,13 @@ class RoundedCache(DynamicCache):
 
 
 def rounded_to_int8(states_D: torch.Tensor) -> torch.Tensor:
-    """Round keys or values (..., D) to what int8 can hold: in each row, multiples of its largest magnitude / 127."""
+    """Round keys or values (..., D) as int8 storage would: in each row to multiples of its largest magnitude / 127."""
     x_D, scale = _scaled(states_D, 127)
     return (torch.round(x_D) * scale).to(states_D.dtype)
 
 
 def rounded_to_fp8(states_D: torch.Tensor) -> torch.Tensor:
-    """Round keys or values (..., D) to what float8_e4m3fn can hold, each row scaled to the dtype's largest, 448."""
+    """Round keys or values (..., D) as float8_e4m3fn storage would, each row scaled so that its largest is 448."""
     x_D, scale = _scaled(states_D, 448)
     return (x_D.float().to(torch.float8_e4m3fn).to(scale.dtype) * scale).to(states_D.dtype)
 

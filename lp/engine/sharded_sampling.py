@@ -1,11 +1,11 @@
 """Sampling under tensor parallelism: each rank of a replica has the logits of a part of the vocabulary.
 
-The ranks of a replica hold one copy of the model between them. In a step they exchange, by one all-gather,
+A replica is a group of ranks that hold one copy of the model between them. In a step they exchange, by one all-gather,
 
     [DIGEST, STOP, LENGTH, (score, token) of every node, best logits of `c`, top-k logits of every node]
 
-and each rank derives tokens, top-k logits and flags from what was gathered, so that they are alike bit for bit. A node
-is a token of the step's tree; `c`, the newest token of the text, is its root.
+and each rank derives tokens, top-k logits and flags from what was gathered, so that these are equal bit for bit. A
+node is a token of the step's draft tree; its root `c` is the newest token of the generated text.
 n: sampled nodes; V: vocabulary; T: ranks of the replica; K: top-k logits of a node. Packed top-k logits are int64s that
 hold a token id and a float32 logit each (`lp.sampling.top_logits`).
 """
@@ -31,16 +31,18 @@ HEAD = 3  # int64s of DIGEST, STOP and LENGTH
 
 
 class ShardedSampling:
-    """Samples the nodes of one text's steps where tensor parallelism divides the LM head among ranks.
+    """Samples the draft-tree nodes of one request's steps where tensor parallelism divides the LM head among ranks.
 
     Args:
         head: this rank's part of the LM head.
         context: who this rank is, and which ranks share its steps.
 
     Attributes:
-        compared: whether messages have the best logits of `c`, for replicas to compare: if several share steps.
-        failure: this rank's exception in the last step, if its replica has learned of it.
-        heads: DIGEST, STOP and LENGTH of all ranks of the replica in the last step, int64 (T, 3).
+        compared: whether messages have the largest logits of `c`, the newest token: True if several copies of the
+            model share steps and so can be compared.
+        failure: this rank's exception in the last step, once the other ranks with this copy of the model know of it.
+        heads: first int64s (state digest, stop flags, number of tokens to return) of the last step's messages from all
+            T ranks with this copy of the model, int64 (T, 3).
     """
 
     def __init__(self, head: ShardedHead, context: ParallelContext) -> None:
@@ -59,19 +61,19 @@ class ShardedSampling:
         num_logits: int,
         header: Header,
     ) -> tuple[Sampled, torch.Tensor]:
-        """Sample the nodes of a step together with the other ranks of the replica.
+        """Sample the draft-tree nodes of a step together with the other ranks of the replica (one copy of the model).
 
         Args:
-            logits: logits of the n nodes, (n, V), or this rank's columns of them.
+            logits: logits of the n nodes, (n, V), or this rank's columns of these logits.
             by_host: computes scores (n, V) and tokens (n,) from whole logits (n, V), by processors on the host; used if
                 `sampling` is None.
-            sampling: samples by tensor operations alone; None: the text has a processor that needs the host.
+            sampling: samples by tensor operations alone; None: the request has a logits processor that needs the host.
             num_logits: K, how many top-k logits to take of each node.
             header: first int64s of this rank's message.
 
         Returns:
-            The sampled tokens, and STOP and LENGTH for the replica's message, int64 (2,). All stays on the device: the
-            host waits for it once a step, when it reads the messages.
+            The sampled tokens; and stop flags and number of tokens to return, for the replica's message, int64 (2,).
+            All stays on the device: the host waits for it once a step, when it reads the messages.
 
         Raises:
             Exception: a processor's exception on this rank, after the other ranks of the replica have learned of it.
@@ -97,17 +99,17 @@ class ShardedSampling:
     def sample_all(
         self, known: torch.Tensor, logits: torch.Tensor, sampling: NodeSampling, num_logits: int
     ) -> tuple[Sampled, torch.Tensor, torch.Tensor]:
-        """Sample the nodes of a step by tensor operations alone, so that a CUDA graph can hold them.
+        """Sample the draft-tree nodes of a step by tensor operations alone, so that a CUDA graph can record it.
 
         Args:
-            known: DIGEST, STOP and LENGTH of this rank's message, int64 (3,).
-            logits: logits of the n nodes, (n, V), or this rank's columns of them.
+            known: the head of this rank's message, int64 (3,): state digest, stop flags and number of tokens to return.
+            logits: logits of the n nodes, (n, V), or this rank's columns of these logits.
             sampling: samples the nodes.
             num_logits: K, how many top-k logits to take of each node.
 
         Returns:
-            The sampled tokens; STOP and LENGTH for the replica's message, int64 (2,); and DIGEST, STOP and LENGTH of
-            each of the replica's T ranks, int64 (T, 3).
+            Three things: the sampled tokens; stop flags and number of tokens to return, for the message of this copy of
+            the model, int64 (2,); and the heads of the messages of the T ranks that hold this copy, int64 (T, 3).
         """
         if logits.shape[-1] == self.head.out_features or not sampling.rules.shardable:
             whole = self.head.whole(logits)
@@ -136,13 +138,16 @@ class ShardedSampling:
         return Sampled(tokens, top.view_as(mine.top_logits), *best), self._flags(heads), heads
 
     def top_logits(self, logits: torch.Tensor, scale: Sampler, prompt: Sequence[int], k: int) -> torch.Tensor:
-        """The k best scores of each prompt token, for the draft source to learn from: packed, int64 (n, k).
+        """Select the k best scores of each prompt token, for the draft source to learn from.
 
         Args:
-            logits: logits of n tokens of the prompt, (n, V), or this rank's columns of them.
-            scale: the text's sampler, which turns logits into scores.
+            logits: logits of n tokens of the prompt, (n, V), or this rank's columns of these logits.
+            scale: the request's sampler, which turns logits into scores.
             prompt: token ids of the prompt.
-            k: number of scores to take of each token.
+            k: number of scores to select for each token.
+
+        Returns:
+            int64 (n, k), each holding a token id and a float32 score.
         """
         scores = scale.scores(logits, [None] * len(logits), prompt)
         if logits.shape[-1] == self.head.out_features:
@@ -186,10 +191,10 @@ class ShardedSampling:
         return torch.stack([stop, heads[0, 2]])
 
     def check_alike(self, step: int) -> None:
-        """Stop the job if the ranks of this replica had different states in the last step.
+        """Raise an error if the ranks that hold this copy of the model had different states in the last step.
 
         Args:
-            step: number of the decode step, for the error.
+            step: number of the decode step, for the error message.
 
         Raises:
             RuntimeError: names the ranks that differ, and the step.
@@ -208,9 +213,16 @@ NOTHING = int(np.array([-math.inf], np.float32).view(np.int32)[0]) & 0xFFFFFFFF 
 
 
 def merged(packed: torch.Tensor, k: int) -> torch.Tensor:
-    """Merge each rank's k best logits into the k best of all: packed int64s, (T, n, k) to (n, k).
+    """Merge the k best logits that each of T ranks found into the k best of all.
 
-    Of equal logits the one of the lower rank comes first.
+    If logits are equal, the logit of the lower rank comes first.
+
+    Args:
+        packed: int64 (T, n, k), for n tokens; each int64 holds a token id and a float32 logit.
+        k: number of logits to select for each token.
+
+    Returns:
+        int64 (n, k), likewise.
     """
     if not k:
         return packed[0]
@@ -221,16 +233,16 @@ def merged(packed: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def agreed_token(replica: Replica, device: torch.device, token: int, stop: Stop) -> tuple[int, Stop]:
-    """Agree on the next token of plain decoding among the ranks of a replica.
+    """Agree on the next token of plain decoding among the ranks that hold one copy of the model.
 
     Args:
         replica: the ranks that hold the model between them.
         device: device of the exchange.
         token: the token that this rank sampled.
-        stop: why this rank wants to end the text; Stop.NONE: no reason.
+        stop: why this rank wants to end generation; Stop.NONE: it should continue.
 
     Returns:
-        The first rank's token, and the flags of all ranks together.
+        The first rank's token, and all flags that any rank has set in `stop`.
     """
     if replica.size == 1:
         return token, stop

@@ -1,4 +1,4 @@
-"""The interface between the engine and a decoder: how a text begins, and which ranks share its steps."""
+"""The interface between the engine and a decoder: how a request begins, and which ranks share its decode steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lp.parallel.context import ParallelContext
 
 
 class StepDecoder(Decoder, ABC):
-    """Base of the decoders that the engine runs: several of their texts may share a decode step.
+    """Base class of the decoders that the engine runs: several requests may share a decode step.
 
     Attributes:
         runner: computes the model's forward passes.
@@ -27,36 +27,36 @@ class StepDecoder(Decoder, ABC):
 
     @property
     def steps_with(self) -> ParallelContext:
-        """The ranks that share the decode steps of a text."""
+        """The ranks that share the decode steps of a request."""
         return self.context
 
     @property
     @abstractmethod
     def most_step_tokens(self) -> int:
-        """Most tokens that a step of one text may have on a rank, padding included."""
+        """Most tokens that one sequence may have in a step on one rank, padding included."""
 
     @property
     def exact(self) -> Exact:
-        """Whether its logits are plain decoding's bit for bit (BITWISE) or up to rounding (TOKENS)."""
+        """Whether this decoder's logits equal plain decoding's bit for bit (BITWISE), or up to rounding (TOKENS)."""
         return Exact.BITWISE if self.runner.widths else Exact.TOKENS
 
     @property
     def kv_dtype(self) -> KVDtype:
-        """How its KV caches store keys and values: in the model's dtype (AUTO), or in one byte each (INT8, FP8)."""
+        """How this decoder's KV caches store keys and values: in the model's dtype (AUTO), or in 8 bits (INT8, FP8)."""
         return self.runner.kv_dtype
 
     @property
     def takes_adapters(self) -> bool:
-        """Whether `generate` takes an `adapter`, a LoRA adapter for one text."""
+        """Whether this decoder's `generate` accepts the argument `adapter`, a LoRA adapter for one request."""
         return True
 
     @property
     def step_times(self) -> StepTimes | None:
-        """Times of steps by their size, by which token budgets choose the size; None if the size is fixed."""
+        """Seconds of a step by its number of tokens, by which token budgets choose that number; None if it is fixed."""
         return None
 
     def check(self, request: Request) -> None:
-        """Check, before a text is queued, that all ranks were given the same call and settings.
+        """Check, before a request is queued, that all ranks were given the same call and settings.
 
         Args:
             request: this rank's call.
@@ -67,35 +67,35 @@ class StepDecoder(Decoder, ABC):
 
     @abstractmethod
     def begin(self, request: Request, texts: int = 1) -> Beginning:
-        """Make the draft source and the token budget of a text, equal on every rank.
+        """Make the draft source and the token budget for a request, equal on every rank.
 
         Args:
             request: the checked call.
-            texts: most texts that a step may compute together.
+            texts: most sequences that a step may compute together.
         """
 
     @abstractmethod
     def generation(self, request: Request, beginning: Beginning, cache: StaticKVCache, timer: StepTimer) -> Generation:
-        """Make the state of a text, which the engine then runs step by step.
+        """Make the state of a request that begins, which the engine then advances step by step.
 
         Args:
             request: the checked call.
             beginning: draft source and token budget, from `begin`.
-            cache: the text's KV cache.
+            cache: the request's KV cache.
             timer: measures the engine's steps.
         """
 
     def capture_steps(self, capture: Callable[[], None]) -> None:
-        """Have CUDA graphs captured before a text's first step; every rank calls it, since one may wait for another.
+        """Have CUDA graphs captured before a request's first step; every rank calls it, since one may wait for another.
 
         Args:
-            capture: captures the graphs of this rank.
+            capture: captures this rank's graphs.
         """
         capture()
 
     def ended(self, stats: list[StepStats]) -> None:
-        """Called after every text that has ended; the base class does nothing.
+        """Called when a request has ended; the base class does nothing.
 
         Args:
-            stats: statistics of the text's decode steps.
+            stats: statistics of the request's decode steps.
         """

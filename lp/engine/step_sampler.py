@@ -1,8 +1,8 @@
-"""Samples the nodes of a text's step after the forward pass, and writes this rank's message to the other ranks.
+"""Samples the nodes of a request's draft tree after the forward pass, and writes this rank's message to other ranks.
 
-Here the host launches one operation after the other. Behind a captured step a CUDA graph does all of it, if the sampler
-allows it (`lp.engine.step_tails`). A node is a token of the step's tree of draft tokens and window guesses; `c`, the
-newest token of the text, is its root.
+Here the host launches one operation after the other. After a captured step a CUDA graph does all of it, if the sampler
+allows it (`lp.engine.step_tails`). A node is a token of the step's tree of draft tokens and window guesses; its root
+`c` is the newest token of the generated text.
 n: sampled nodes, V: vocabulary, K: top-k logits of a node, P: int64s of a message. Packed top-k logits are int64s that
 hold a token id and a float32 logit each (`lp.sampling.top_logits`).
 """
@@ -30,13 +30,13 @@ from lp.to_device import to_device
 
 
 class StepSampler:
-    """Samples the nodes of one text's steps, and writes this rank's messages.
+    """Samples the draft-tree nodes of one request's steps, and writes this rank's messages to other ranks.
 
     Args:
         runner: computes the model's forward passes.
-        sampler: chooses tokens by the text's sampling settings and processors.
+        sampler: chooses tokens by the request's sampling settings and processors.
         context: who this rank is, and which ranks share its steps.
-        shape: shape of the messages.
+        shape: size of the messages.
 
     Attributes:
         sharded: samples where tensor parallelism divides the logits among ranks; None: this rank has whole logits.
@@ -52,7 +52,7 @@ class StepSampler:
 
     @property
     def joint_key(self) -> Hashable | None:
-        """Key by which texts are grouped: those with equal keys can be sampled by one call; None: only by itself."""
+        """Key that is equal for requests whose nodes one call can sample together; None: this one is sampled alone."""
         rules = self.sampler.rules
         if rules is None or self.sharded:
             return None
@@ -67,15 +67,15 @@ class StepSampler:
         num_logits: int,
         sampled: Sampled | None = None,
     ) -> torch.Tensor:
-        """Sample the nodes of a step, and write this rank's message.
+        """Sample the nodes of a step, and write this rank's message to the other ranks.
 
         Args:
-            logits: logits of the sampled nodes, (n, V), or this rank's columns of them.
+            logits: logits of the sampled nodes, (n, V), or this rank's columns of these logits.
             layout: the nodes of the step.
             header: first int64s of the message.
-            text: ids of the prompt's and the generated tokens.
-            num_logits: how many top-k logits the message has of each node, at most K.
-            sampled: the sampled tokens, if the nodes were sampled along with those of other texts; else None.
+            text: token ids so far: prompt and generated tokens.
+            num_logits: how many top-k logits of each node the message has, at most K.
+            sampled: the sampled tokens, if the nodes were sampled along with those of other requests; else None.
 
         Returns:
             The message, int64 (P,), on the device of the logits.
@@ -99,10 +99,10 @@ class StepSampler:
         return message
 
     def of_nodes(self, logits: torch.Tensor, scores: torch.Tensor, tokens: torch.Tensor, num_logits: int) -> Sampled:
-        """Gather what a message says of sampled nodes: tokens, top-k logits, and logits that ranks compare.
+        """Gather what a message tells about sampled nodes: their tokens, top-k logits, and logits that ranks compare.
 
         Args:
-            logits: the model's logits of the nodes, (n, V); row 0 is that of the text's newest token.
+            logits: the model's logits of the nodes, (n, V); row 0 belongs to the newest token, the tree's root.
             scores: the logits after processors and warpers, (n, V).
             tokens: the sampled tokens, int64 (n,).
             num_logits: number of top-k logits to take of each node.
@@ -111,44 +111,51 @@ class StepSampler:
         return Sampled(tokens, top, best_logits(logits) if self.context.steps.size > 1 else None)
 
     def top_logits(self, logits: torch.Tensor, prompt: Sequence[int], num_logits: int) -> torch.Tensor:
-        """The top-k scores of tokens of the prompt, for the draft source to learn from: packed, int64 (n, num_logits).
+        """Select the top-k scores of prompt tokens, for the draft source to learn from.
 
         Args:
-            logits: logits of n tokens of the prompt, (n, V), or this rank's columns of them.
+            logits: logits of n tokens of the prompt, (n, V), or this rank's columns of these logits.
             prompt: token ids of the prompt.
-            num_logits: number of scores to take of each token.
+            num_logits: number of scores to select for each token.
+
+        Returns:
+            int64 (n, num_logits), each holding a token id and a float32 score.
         """
         if self.sharded:
             return self.sharded.top_logits(logits, self.sampler, prompt, num_logits)
         return pack_top_logits(self.sampler.scores(logits, [None] * len(logits), prompt), num_logits)
 
     def announced(self, error: Exception) -> bool:
-        """Whether the other ranks of this replica have learned of this rank's exception, so that none waits for it."""
+        """Whether the other ranks with this copy of the model know of this rank's exception, so that none waits for it.
+
+        Args:
+            error: the exception.
+        """
         return self.sharded is not None and self.sharded.failure is error
 
     def check_replicas(self, stop: Stop, step: int) -> None:
-        """Stop the job if the ranks of some replica (tensor parallelism) had different states in a step.
+        """Raise an error if ranks that hold one copy of the model (tensor parallelism) had different states in a step.
 
         Args:
-            stop: flags of all messages; Stop.PARTED says that a replica's ranks differ.
-            step: number of the decode step, for the error.
+            stop: all flags of the ranks' messages; Stop.PARTED says that the ranks of some copy differ.
+            step: number of the decode step, for the error message.
 
         Raises:
-            RuntimeError: names the ranks of this replica that differ, or says that they are another replica's.
+            RuntimeError: names the ranks of this copy that differ, or says that ranks of another copy do.
         """
         if Stop.PARTED in stop and self.sharded:
             self.sharded.check_alike(step)
             raise RuntimeError(f"the ranks of another replica differ from each other at step {step}; see their errors")
 
     def failed(self, header: Header, layout: StepLayout) -> torch.Tensor:
-        """The message of a rank that has failed: a header that says so, and nodes whose tokens nobody uses.
+        """Make the message of a rank that has failed: a header that says so, and nodes whose tokens nobody uses.
 
         Args:
-            header: first int64s of the message, with the flag of the failure.
+            header: first int64s of the message, with the flag for the failure.
             layout: the nodes of the step.
 
         Returns:
-            int64 (P,), on the device.
+            The message, int64 (P,), on the device.
         """
         nothing = torch.zeros(len(layout.sampled_nodes), 0, dtype=torch.int64, device=self.runner.device)
         return pack(header, layout, Sampled(nothing.sum(1), nothing), self.shape)
@@ -173,12 +180,12 @@ NO_NUMBERS = torch.empty(0, 0, dtype=torch.float64)
 
 
 class SampledText(NamedTuple):
-    """One of the texts that `node_sampling` samples together, by tensor operations alone.
+    """One of the requests whose nodes `node_sampling` samples together, by tensor operations alone.
 
     Attributes:
-        sampler: the text's sampler, whose `rules` are not None.
-        layout: the nodes of the text's step.
-        text: ids of the prompt's and the generated tokens.
+        sampler: the request's sampler, whose `rules` are not None.
+        layout: the nodes of the request's draft tree, as they are laid out in the step.
+        text: token ids so far: prompt and generated tokens.
     """
 
     sampler: Sampler
@@ -187,10 +194,10 @@ class SampledText(NamedTuple):
 
 
 def node_sampling(texts: Sequence[SampledText], device: torch.device) -> NodeSampling:
-    """Prepare the call that samples the nodes of several texts at once: their settings, token counts and noise.
+    """Prepare the call that samples the nodes of several requests at once: their settings, token counts and noise.
 
     Args:
-        texts: texts with equal `StepSampler.joint_key`, in the order of their logits.
+        texts: requests with equal `StepSampler.joint_key`, in the order of their logits.
         device: device of the logits.
 
     Returns:

@@ -1,7 +1,8 @@
-"""Chooses and captures the tails of captured steps: the CUDA graphs that sample behind a forward pass.
+"""Captures and chooses the sampling parts of captured steps, their "tails": CUDA graphs replayed after a forward pass.
 
-A step's first graph is the forward pass; its tail (`lp.engine.captured_tail`) samples the nodes and writes messages to
-other ranks. Each text has a place: the index at which a tail finds its noise and token counts in device memory.
+A step's first graph is the forward pass; its tail (`lp.engine.captured_tail`) samples the nodes of the draft trees and
+writes messages to other ranks. Each sequence has a place: the index at which a tail finds its noise and token counts
+in device memory.
 Q: places that a tail has, P: int64s of a message, B: tokens of the step, padding included, V: vocabulary.
 """
 
@@ -31,15 +32,15 @@ MOST_TAILS = 16  # kept for a step size, for different operations on scores; the
 
 
 class TailText(NamedTuple):
-    """One text of a captured step, as `StepTails.messages` takes it.
+    """One sequence of a captured step, as `StepTails.messages` takes it.
 
     Attributes:
-        step_sampler: samples the text's nodes, and has its sampler.
-        layout: the nodes of the text's tree.
-        header: first int64s of the text's message.
-        text: ids of the prompt's and the generated tokens.
-        first_row: row of the step's logits that belongs to `c`, the text's newest token.
-        first_token: index of the text's first token among the tokens of the forward pass.
+        step_sampler: samples the sequence's nodes, and has its sampler.
+        layout: the nodes of the sequence's draft tree, as they are laid out in the step.
+        header: first int64s of the sequence's message.
+        text: token ids of the sequence: prompt and generated tokens.
+        first_row: row in the step's logits for `c`, the sequence's newest token.
+        first_token: index of the sequence's first token among the tokens of the forward pass.
     """
 
     step_sampler: StepSampler
@@ -59,16 +60,17 @@ class _TailKey(NamedTuple):
 
 
 class StepTails:
-    """Samples the texts of captured steps by CUDA graphs, which it captures when they are needed.
+    """Samples the sequences of captured steps by CUDA graphs ("tails"), which it captures when they are needed.
 
     Args:
         runner: has the captured forward passes.
-        compared: whether messages have the best logits of each `c`, for ranks to compare; True among ranks.
-        most_texts: most texts that a step may have.
-        alone: whether every step is of one text. Then a tail is captured as soon as it is needed, and its memory for
-            noise and counts is that of the model's captured steps. For steps of several texts, this object has memory
-            of its own, and a new combination of sampling settings is sampled by a more general tail, or without one,
-            until it has come often enough to be captured.
+        compared: whether messages have the largest logits of each sequence's newest token, for ranks to compare; True
+            if several ranks share steps.
+        most_texts: most sequences that a step may have.
+        alone: True if every step computes one sequence. Then a graph is captured as soon as it is needed, and keeps
+            noise and token counts in the memory of the model's captured steps. False if steps compute several
+            sequences. Then this object has memory of its own, and captures a graph for a new combination of sampling
+            settings only when it has come often enough. Until then a graph with more operations does the work, or none.
     """
 
     def __init__(self, runner: ModelRunner, compared: bool, most_texts: int = 1, alone: bool = True) -> None:
@@ -91,19 +93,21 @@ class StepTails:
         running: Collection[Sampler],
         on_host: bool,
     ) -> list[torch.Tensor] | None:
-        """Sample texts by a captured tail, right behind a step's forward pass.
+        """Sample sequences by a captured graph, right after a step's forward pass; returns the graph's messages.
 
         Args:
-            step: the captured step, which has been launched.
-            logits_BV: tensor with the logits that it leaves.
-            texts: texts that `go_together` has found samplable by one tail.
-            num_logits: how many top-k logits the messages have of each node.
-            running: samplers of all texts that take steps, at most `most_texts`: they keep their places in memory.
+            step: the captured step, whose forward pass has been launched.
+            logits_BV: tensor in which the forward pass leaves its logits.
+            texts: sequences that one graph can sample together, as `go_together` has found.
+            num_logits: how many top-k logits of each draft-tree node the messages have.
+            running: samplers of all running sequences, at most `most_texts`: their noise and token counts keep their
+                places in device memory.
             on_host: whether the caller can use messages in pinned host memory.
 
         Returns:
-            One message for each text, int64 (P,), on the device, or on the host if `on_host` and the tail copies them
-            there; they are valid once the device is done. None: there is no tail for these texts.
+            One message for each sequence, int64 (P,). The messages are on the host if `on_host` is True and the graph
+            copies them there, else on the device; they are valid once the device is done. None: no graph fits these
+            sequences.
         """
         passes = [own.step_sampler for own in texts]
         places = self._take_places(passes, running)
@@ -121,10 +125,12 @@ class StepTails:
         return [messages[place] for place in places]
 
     def go_together(self, passes: Sequence[StepSampler]) -> list[StepSampler]:
-        """Select the texts that one tail can sample together: those whose sampling fits the first that a tail can do.
+        """Select the sequences of a step that one captured graph can sample together.
+
+        They are the first sequence that a graph can sample, and all others whose sampling settings fit the first.
 
         Args:
-            passes: samplers of the texts of a step.
+            passes: samplers of the sequences in the step.
         """
         able = [own for own in passes if own.sampler.rules is not None and (self.alone or not own.sharded)]
         noise = {own.sampler.noise.shape for own in able[:1] if own.sampler.noise}
@@ -140,19 +146,19 @@ class StepTails:
     def tail(
         self, step: CapturedStep, logits_BV: torch.Tensor, passes: Sequence[StepSampler], num_logits: int
     ) -> CapturedTail | None:
-        """Find or capture the tail of a step for some texts: the CUDA graph that samples behind the forward pass.
+        """Find or capture the CUDA graph that samples some sequences after the forward pass of a step.
 
         Args:
             step: the captured step.
-            logits_BV: tensor that the step leaves its logits in.
-            passes: samplers of the texts.
-            num_logits: how many top-k logits the messages have of each node.
+            logits_BV: tensor in which the forward pass leaves its logits.
+            passes: samplers of the sequences.
+            num_logits: how many top-k logits of each node the messages have.
 
         Returns:
-            The tail; None if there is none yet, or if it can't be captured.
+            The graph; None if there is none yet, or if it can't be captured.
 
         Raises:
-            torch.OutOfMemoryError: the device is full, and the steps are of one text.
+            torch.OutOfMemoryError: the device is full, and every step computes one sequence.
         """
         key = self._key(passes, num_logits)
         if key not in step.tails:
@@ -169,7 +175,13 @@ class StepTails:
         return tail
 
     def lacks(self, step: CapturedStep, passes: Sequence[StepSampler], num_logits: int) -> bool:
-        """Whether the graph that samples these texts after the step is not captured yet; arguments as in `tail`."""
+        """Whether the graph that samples these sequences after the step is not captured yet.
+
+        Args:
+            step: the captured step.
+            passes: samplers of the sequences.
+            num_logits: how many top-k logits of each node the messages have.
+        """
         return self._key(passes, num_logits) not in step.tails
 
     def _key(self, passes: Sequence[StepSampler], num_logits: int) -> _TailKey:

@@ -1,6 +1,6 @@
-"""Step times: how long a decode step takes by its number of tokens, which adaptive budgets choose step sizes by.
+"""Step times: how long a decode step takes, by its number of tokens; adaptive budgets choose that number by them.
 
-A process has one table for each model, which the steps of its texts correct; a file keeps it for later processes.
+A process has one table for each model, which the steps of all requests correct; a file keeps it for later processes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WRITTEN_CHANGE = 1.1
 
 
 class StepTimesTable:
-    """The estimated step times of a model in this process, shared by all its decoders and threads.
+    """The estimated step times of a model in this process, shared by all decoders and threads that use the model.
 
     Args:
         file: file that keeps the estimate for later processes.
@@ -55,13 +55,13 @@ class StepTimesTable:
         self._pending: list[TimedStep] = []
 
     def add(self, step: TimedStep) -> bool:
-        """Learn from a timed step of one text alone.
+        """Learn from the measured time of a step that computed one sequence alone.
 
         Args:
-            step: the number of tokens of the step, and its seconds.
+            step: the number of tokens in the step, and its seconds.
 
         Returns:
-            Whether the estimate has changed: it does once enough steps have been added.
+            Whether the estimate has changed, which it does only once enough new steps have been added.
         """
         with self._lock:
             self._pending.append(step)
@@ -88,14 +88,17 @@ def _ratios(estimate: Estimate) -> np.ndarray:
 
 
 class GivenStepTimes:
-    """Step times of a decoder that stay as the user gave them.
+    """Step times that a user gave to a decoder; they never change.
+
+    The subclass `KnownStepTimes` has step times that are learned.
 
     Args:
         times: seconds of a step by its number of tokens, equal on every rank.
 
     Attributes:
         times: the step times as they are known now.
-        careful: the step times that budgets decide by; a size of which little is known counts as slower than estimated.
+        careful: the step times that budgets decide by; a step size with few measurements counts as slower than
+            estimated.
         origin: phrase that tells a user where the times come from; empty for given ones.
     """
 
@@ -107,30 +110,33 @@ class GivenStepTimes:
         return ""
 
     def observe(self, step: TimedStep) -> StepTimes | None:
-        """Learn from a step that computed one text alone; given times never change, so this returns None.
+        """Learn from a step that computed one sequence alone; given times never change, so this returns None.
 
         Args:
-            step: the number of tokens of the step, and its seconds.
+            step: the number of tokens in the step, and its seconds.
 
         Returns:
-            Step times that the text uses from now on; None: it keeps those it has.
+            Step times that the running request uses from now on; None: its step times stay as they are.
         """
         return None
 
     def update(self) -> None:
-        """Before a text begins, take what rank 0 has learned; every rank calls it. Given times stay as they are."""
+        """Take over the step times that rank 0 has learned; every rank calls it before a request begins.
+
+        Given times never change, so that there is nothing to do here.
+        """
 
 
 class KnownStepTimes(GivenStepTimes):
-    """Step times of a decoder from its model's table, corrected by the steps of its texts.
+    """Step times of a decoder from its model's table, which the decoder's own steps correct.
 
-    The table begins with the file in the user's cache folder, or with a first guess (the prior) from timing one layer,
-    which takes less than a second. On one rank, corrections hold from the next step on. Among ranks, rank 0's
-    corrections hold for all from the next text on.
+    The table begins with the file in the user's cache folder, or with a first guess from timing one layer, which takes
+    less than a second. On one rank, corrections hold from the next step on. If there are several ranks, rank 0's
+    corrections hold for all ranks from the next request on.
 
     Args:
         runner, config, context: the decoder's forward passes, step shape and ranks.
-        again: begin with the first guess, whatever file or table there is.
+        again: begin with the first guess, even if there is a file or a table.
     """
 
     def __init__(
@@ -202,7 +208,7 @@ def _prior(runner: ModelRunner, config: LookaheadConfig, context: ParallelContex
 
 
 def step_times_file(runner: ModelRunner, config: LookaheadConfig, context: ParallelContext) -> StepTimesFile:
-    """The file with the step times of a decoder: one for each combination of model, machine and settings.
+    """The file that keeps a decoder's step times: one file for each combination of model, machine and settings.
 
     Args:
         runner, config, context: the decoder's forward passes, step shape and ranks.

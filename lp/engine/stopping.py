@@ -1,4 +1,4 @@
-"""Decides when a text ends, token by token, as transformers' `generate` does."""
+"""Decides when a generated text ends, token by token, as transformers' `generate` does."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ ROOM = 8192  # token ids that the tensor for criteria has room for from the star
 
 @dataclass
 class Stopping:
-    """Everything that may end a text of one call; `check` tells whether its newest tokens do.
+    """All settings of one call that may end its text; `check` tells whether the newest tokens end it.
 
     Attributes:
         eos: token ids that end the text.
         max_new_tokens: most tokens to generate.
-        room: tokens to generate until the model's context is full; None: it has no limit.
+        room: how many tokens can be generated until the model's context is full; None: the context has no limit.
         prompt: token ids of the prompt, left padding included, since criteria see the padding too.
-        stop_strings: transformers' criterion for the call's stop strings; None for none.
+        stop_strings: transformers' criterion for the call's stop strings; None: there are none.
         criteria: the caller's criteria, which may look at more than the tokens, such as the clock.
         device: the model's device, on which criteria expect token ids, as in transformers' `generate`.
     """
@@ -63,9 +63,9 @@ class Stopping:
         """Check and gather the settings of one call that may end its text.
 
         Args:
-            eos, max_new_tokens, room, prompt, criteria, device: see the attributes.
-            stop_strings: strings of which each ends the text, such as "</w>"; a lone string, several, or None.
-            tokenizer: the model's tokenizer, which stop strings need; None for none.
+            eos, max_new_tokens, room, prompt, criteria, device: see the attributes of `Stopping`.
+            stop_strings: a string, such as "</w>", or several; any of them ends the text. None: there are none.
+            tokenizer: the model's tokenizer, which stop strings need; None if there are no stop strings.
 
         Raises:
             ValueError: there are stop strings and no tokenizer, or a stop string is empty or no string.
@@ -80,7 +80,7 @@ class Stopping:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Settings that must be equal on all ranks, by name; of criteria only whether there are any."""
+        """Settings that must be equal on all ranks, by name; instead of the criteria, only whether there are any."""
         strings = self.stop_strings.stop_strings if self.stop_strings else ()
         return {"eos_token_id": sorted(self.eos), "stop_strings": strings, "stopping_criteria": bool(self.criteria)}
 
@@ -89,7 +89,7 @@ class Stopping:
 
         Args:
             tokens: ids of all generated tokens.
-            new: how many at their end have not been checked yet.
+            new: number of tokens at the end of `tokens` that have not been checked yet.
 
         Returns:
             Why the text ends, and how many of the tokens to return; (Stop.NONE, len(tokens)) if it does not end.

@@ -1,6 +1,7 @@
 """Agreement between ranks outside of decode steps: they compare digests, settings or outcomes by an all-gather.
 
-Each call sends one message of fixed size, int64, tagged with the call's name:
+In each call (something that all ranks do together, such as making a decoder), a rank sends one message of fixed size,
+int64, tagged with the call's name:
 
     [TAG, name, words, padding]
 
@@ -27,11 +28,11 @@ SIZE = 64  # int64s of a message
 
 
 class Outcome(NamedTuple):
-    """How one rank's part in work that ranks do together has ended.
+    """The outcome, on one rank, of work that ranks do together, such as recording CUDA graphs.
 
     Attributes:
         collectives: number of collectives that the rank has started.
-        cause: message of the error with which it failed; empty if it did not.
+        cause: message of the error with which the rank failed; empty if it did not fail.
     """
 
     collectives: int = 0
@@ -39,20 +40,20 @@ class Outcome(NamedTuple):
 
 
 def exchange(ranks: RankGroup, call: str, words: Sequence[int] = (), patient: bool = False) -> torch.Tensor:
-    """Gather some numbers of every rank; all ranks of the group call it together.
+    """Gather some numbers from every rank; all ranks of the group call it together.
 
     Args:
         ranks: the ranks that take part.
-        call: what this rank is doing, as in "making a LookaheadDecoder", to detect ranks in another call; the first 56
-            bytes of its UTF-8 are compared.
+        call: what this rank is doing, as in "making a LookaheadDecoder", to detect ranks that do something else. Only
+            the first 56 bytes of its UTF-8 are compared.
         words: this rank's int64 numbers, as many on every rank, at most SIZE - HEAD.
-        patient: wait for the other ranks without a limit, as for what a person types at rank 0.
+        patient: wait for the other ranks without a time limit, as for what a person types at rank 0.
 
     Returns:
-        Every rank's numbers, by rank: int64 (R, len(words)), on the host.
+        The numbers of all ranks, one row per rank: int64 (R, len(words)), on the host.
 
     Raises:
-        CallsDiffer: another rank is in another call; the message names what each is doing.
+        CallsDiffer: another rank is doing something else; the message names what each rank is doing.
         RankLost: a rank does not answer.
     """
     if ranks.size == 1:
@@ -73,14 +74,16 @@ def exchange(ranks: RankGroup, call: str, words: Sequence[int] = (), patient: bo
 
 
 def outcomes(ranks: RankGroup, call: str, mine: Outcome) -> list[Outcome]:
-    """Gather how common work has ended on every rank, by messages between hosts: GPUs may still be blocked.
+    """Tell every rank how common work, such as recording CUDA graphs, has ended on each rank.
+
+    The messages go between hosts, since GPUs may still be blocked by the work.
 
     Args:
         ranks, call: see `exchange`.
-        mine: how this rank's part has ended; a long cause is cut off.
+        mine: how the work has ended on this rank; a long error message in it is cut off.
 
     Returns:
-        The outcome of every rank, by rank.
+        One outcome for each rank, in the order of the ranks.
 
     Raises:
         CallsDiffer, RankLost: see `exchange`.
@@ -106,13 +109,14 @@ def _message(call: str, words: Sequence[int]) -> torch.Tensor:
 
 
 def check_calls(gathered: np.ndarray) -> None:
-    """Raise an error if ranks are in different calls, or one is in a decode step, by what they have sent.
+    """Raise an error unless all ranks are in the same call, as the messages that they have sent tell.
 
     Args:
-        gathered: int64 (R, at least 1), by rank the beginning of its message: one of this module, or one of a step.
+        gathered: int64 (R, at least 1): row r is the beginning of rank r's message, which is one of this module or one
+            of a decode step.
 
     Raises:
-        CallsDiffer: the ranks are in different calls; the message names what each is doing.
+        CallsDiffer: the ranks are in different calls; the message names what each rank is doing.
     """
     names = [_name(message) for message in gathered]
     if len({*names}) > 1:
@@ -126,11 +130,12 @@ def _name(message: np.ndarray) -> str:
 
 
 def check_same(ranks: RankGroup, call: str, items: Mapping[str, int]) -> None:
-    """Raise an error on every rank if some setting or file that must be equal differs between ranks.
+    """Raise an error on every rank if a setting or file that must be equal differs between ranks.
 
     Args:
         ranks, call: see `exchange`.
-        items: int64 digests of what must be equal, by the name that the error shows; all ranks have the same names.
+        items: int64 digests of settings and files that must be equal, by the name that the error shows; the names are
+            the same on all ranks.
 
     Raises:
         ValueError: a digest differs; the message names the first such item and the ranks that differ from rank 0.
@@ -150,8 +155,8 @@ def shared_seed(ranks: RankGroup, call: str, wanted: bool = True) -> int:
 
     Args:
         ranks, call: see `exchange`.
-        wanted: whether this rank needs a seed. All ranks take part anyway; if rank 0 needs none, it draws none, and all
-            get 0.
+        wanted: whether this rank needs a seed. All ranks take part anyway. If rank 0 needs none, no seed is drawn, and
+            the result is 0 on all ranks.
     """
     seed = int(torch.randint(2**63 - 1, (1,))) if wanted else 0
     return int(exchange(ranks, call, [seed])[0])

@@ -1,8 +1,8 @@
 """ParallelContext: who this rank is, and which ranks it works with.
 
-One path for 1..N ranks: with one rank every collective is the identity. A replica is a copy of the model, on one rank
-or divided among T ranks by tensor parallelism. The ranks of a job form two kinds of groups: those that hold one replica
-between them ("tp"), and those that share decode steps, one rank of each replica ("lp").
+The same code serves one rank and many: with one rank every collective is the identity. A replica is a copy of the
+model, on one rank or divided among T ranks by tensor parallelism. The ranks of a job form two kinds of groups: those
+that hold one replica between them ("tp"), and those that share decode steps, one rank of each replica ("lp").
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ WORD = 8  # bytes of a text that one int64 carries
 class ParallelContext:
     """What this process has to know about the ranks of its job: its own number, its device and its groups of ranks.
 
-    Made by `from_env` under torchrun; by default a single rank.
+    `from_env` makes it under torchrun; by default it is a single rank. A replica is a copy of the model, on one rank or
+    divided among several by tensor parallelism.
 
     Attributes:
         rank, world_size, local_rank: torchrun's RANK, WORLD_SIZE and LOCAL_RANK.
@@ -46,8 +47,8 @@ class ParallelContext:
         backend: "nccl", "gloo", or "none" for a single rank.
         mesh: DeviceMesh with dimensions ("lp", "tp"); None for a single rank.
         ranks: all ranks that make the same calls as this one.
-        steps: the ranks that share decode steps with this one, one of each replica.
-        replica: the ranks that hold one replica of the model with this one, for the model's own collectives.
+        steps: the ranks that share decode steps with this one, one rank of each replica.
+        replica: the ranks that hold one replica together with this one, for the model's own collectives.
         replica_ranks: the ranks of `replica`, for messages between hosts.
         timeouts: seconds that a collective may wait for other ranks: (usually, within `setting_up`).
     """
@@ -79,17 +80,17 @@ class ParallelContext:
         tp: int = 1,
         one_shot_sums: bool = False,
     ) -> ParallelContext:
-        """Meet the other ranks that torchrun started, and make this one's context; without torchrun a single rank.
+        """Meet the other ranks that torchrun started, and make this rank's context; without torchrun, a single rank's.
 
         Args:
             backend: "nccl", "gloo", or "auto": nccl if every rank has a GPU of its own, else gloo.
             device: "cpu", "cuda", or "auto": cuda if there is a GPU, else cpu. With "cuda", ranks of a node take its
                 GPUs in turn, and share them if there are too few.
-            timeout_s: seconds that a collective may wait for other ranks before it is an error.
-            setup_timeout_s: seconds that it may wait within `setting_up`; raised to `timeout_s` if lower.
-            tp: T, number of ranks that hold one replica of the model between them: rank = lp index * T + tp index.
-            one_shot_sums: sum small tensors within a replica by one kernel over torch's symmetric memory; if its sums
-                are not NCCL's, or it is not available, a warning says so, and NCCL sums them.
+            timeout_s: seconds that a collective may wait for other ranks before it raises an error.
+            setup_timeout_s: seconds that a collective may wait within `setting_up`; raised to `timeout_s` if lower.
+            tp: T, number of ranks that hold one copy of the model between them: rank = lp index * T + tp index.
+            one_shot_sums: let these T ranks sum small tensors by one kernel over torch's symmetric memory. If its sums
+                differ from NCCL's by more than rounding, or it is not available, a warning says so, and NCCL sums them.
 
         Raises:
             ValueError: a variable of torchrun's environment is missing, the backend or device is not available, the
@@ -164,11 +165,14 @@ class ParallelContext:
 
     @property
     def alone(self) -> bool:
-        """Whether this rank decodes by itself: it has a whole replica, and shares its steps with no other rank."""
+        """Whether this rank decodes by itself: it has a whole copy of the model, and shares its steps with no rank."""
         return self.steps.size == 1 and self.replica.size == 1
 
     def replica_alone(self) -> ParallelContext:
-        """The context for this rank's replica to decode texts of its own, sharing no steps with other replicas."""
+        """Make a context in which the ranks with this copy of the model decode by themselves.
+
+        They share no steps with other copies of the model.
+        """
         ranks = self.replica_ranks
         own_name = (ranks.name_of(ranks.rank),) if ranks.names else ()
         steps = RankGroup(names=own_name, step_sizes=ranks.step_sizes)
@@ -178,13 +182,13 @@ class ParallelContext:
     def setting_up(self, call: str = "setting up") -> Iterator[None]:
         """A `with` block in which ranks wait longer for each other, since one may compile or capture for minutes.
 
-        All ranks enter and leave it together, outside of generation. Blocks must not be nested.
+        All ranks enter and leave the block together, outside of generation. Blocks must not be nested.
 
         Args:
             call: what the block is for, for error messages; the same on every rank.
 
         Raises:
-            CallsDiffer: another rank is in another call.
+            CallsDiffer: another rank is doing something else.
             RankLost: a rank did not reach the end of the block within `setup_timeout_s`.
         """
         groups = self.ranks, self.steps, self.replica_ranks
@@ -199,7 +203,7 @@ class ParallelContext:
                 group.set_timeout(usual)
 
     def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor to the host, and wait for it; if the device hangs on a lost rank, an error ends the wait.
+        """Copy a tensor to the host, and wait for the copy; an error ends the wait if the device hangs on a lost rank.
 
         Raises:
             RankLost: the device was not done in time, since it waits for a rank that is gone.
@@ -208,17 +212,17 @@ class ParallelContext:
         return ranks.on_host(tensor)
 
     def share_text(self, text: str | None, call: str = "sharing a text") -> str | None:
-        """Send rank 0's text to every rank, and wait for it without a limit, as for what a person types.
+        """Send rank 0's string to every rank; they wait for it without a time limit, as for what a person types.
 
         Args:
-            text: the text on rank 0, or None; on other ranks it is ignored.
-            call: what the text is for, for error messages; the same on every rank.
+            text: the string on rank 0, or None; on other ranks it is ignored.
+            call: what the string is for, for error messages; the same on every rank.
 
         Returns:
-            Rank 0's text or None, on every rank.
+            Rank 0's string or None, on every rank.
 
         Raises:
-            CallsDiffer: another rank is in another call.
+            CallsDiffer: another rank is doing something else.
         """
         data = None if text is None else text.encode("utf-8", "surrogatepass")
         words = [-1 if data is None else len(data)]
@@ -242,7 +246,7 @@ class ParallelContext:
             Rank 0's numbers or None, on every rank.
 
         Raises:
-            CallsDiffer: another rank is in another call.
+            CallsDiffer: another rank is doing something else.
         """
         words = [-1 if numbers is None else len(numbers)]
         length = int(agreement.exchange(self.ranks, call, words)[0])
@@ -276,10 +280,10 @@ def check_timeouts(timeout_s: float, setup_timeout_s: float = DEFAULT_SETUP_TIME
 
 
 def check_tp(tp: int, world_size: int) -> None:
-    """Raise an error if the ranks of a job cannot be divided into replicas of `tp` ranks each.
+    """Raise an error if the ranks of a job cannot be divided into groups of `tp` ranks, for tensor parallelism.
 
     Args:
-        tp: T, number of ranks of a replica.
+        tp: T, number of ranks that hold one copy of the model between them.
         world_size: number of ranks of the job.
 
     Raises:
@@ -295,5 +299,12 @@ def check_tp(tp: int, world_size: int) -> None:
 
 
 def coordinates(rank: int, tp: int) -> str:
-    """The name of a rank in error messages, for a job with `tp` ranks per replica, such as "5 (lp 2, tp 1)"."""
+    """Name of a rank for error messages, such as "5 (lp 2, tp 1)".
+
+    This is rank 5 of the job, in copy 2 of the model, with part 1 of that copy (tensor parallelism), all from 0.
+
+    Args:
+        rank: number of the rank in the job.
+        tp: number of ranks that hold one copy of the model between them.
+    """
     return f"{rank} (lp {rank // tp}, tp {rank % tp})"

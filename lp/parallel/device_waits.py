@@ -1,6 +1,6 @@
 """Waiting for the GPU with a time limit, since a collective on it may hang on a rank that is gone.
 
-Also what happens to such a GPU: `DeviceWaits.abandon` aborts its collectives, so that this process can end.
+`DeviceWaits.abandon` then aborts the GPU's collectives, so that this process can end.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _yield: Callable[[], None] = getattr(os, "sched_yield", partial(time.sleep, 0)) 
 
 
 class DeviceWaits:
-    """Waits of the host for one rank's GPU that end with an error after a time limit, rather than never.
+    """Lets the host wait for one rank's GPU with a time limit: a wait ends with an error rather than never.
 
-    A collective of NCCL ends when the last rank has come. If a rank is gone, it never ends, nor does a CUDA graph that
-    replays it, nor what comes behind it on the GPU. Torch watches the collectives that it starts itself, and ends the
-    process; nobody watches those that a graph replays. So the host polls the GPU until it is done, which costs a step
-    no more than a blocking wait, and looks at the clock meanwhile.
+    A collective of NCCL ends when the last rank has come. If a rank is gone, the collective never ends, nor does a CUDA
+    graph that replays it, nor any work queued after it on the GPU. Torch watches the collectives that it starts itself,
+    and ends the process; nobody watches those that a graph replays. So the host polls the GPU until it is done, which
+    costs a step no more than a blocking wait, and looks at the clock meanwhile.
 
     Args:
         timeout_s: most seconds of a wait.
@@ -54,7 +54,7 @@ class DeviceWaits:
         """Wait until the GPU has done all work recorded before an event.
 
         Raises:
-            RuntimeError: it was not done after `timeout_s` seconds, or an earlier wait has failed already.
+            RuntimeError: the GPU was not done after `timeout_s` seconds, or an earlier wait has failed already.
         """
         if self.given_up:
             raise RuntimeError("the GPU still waits for another rank")
@@ -81,10 +81,10 @@ class DeviceWaits:
         return values
 
     def abandon(self) -> None:
-        """After a rank is lost: abort the collectives that hang on the GPU, so that this process can end in good order.
+        """Abort the collectives that hang on the GPU after a rank is lost, so that this process can end in good order.
 
-        If NCCL does not abort them in ABORT_S seconds, the system ends the process after EXIT_S more. The process
-        groups can't be used afterwards.
+        If NCCL has not aborted them after ABORT_S seconds, the system ends the process EXIT_S seconds later. The
+        process groups can't be used afterwards.
         """
         if self._abandoned:
             return
@@ -99,7 +99,7 @@ class DeviceWaits:
             _end_within(EXIT_S)
 
     def free_graphs(self) -> None:
-        """Free all CUDA graphs that may hold collectives, even if somebody still refers to them."""
+        """Free all CUDA graphs that may hold collectives, even if other objects still refer to them."""
         for graph in self.graphs:
             graph.reset()
 

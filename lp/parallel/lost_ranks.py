@@ -1,8 +1,8 @@
-"""Finds out which ranks are lost after a collective has failed, by a roll call through the store at which ranks met.
+"""Finds out which ranks are lost after a collective has failed.
 
-This file only names the culprits. What is done about a lost rank is decided in `lp.parallel.rank_group`
-(`ProcessRankGroup.answered` raises RankLost) and in `lp.parallel.device_waits` (`DeviceWaits.abandon` aborts what hangs
-on the GPU).
+For this roll call, ranks answer in the key-value store of torch.distributed at which they met at the start. This file
+only names the lost ranks. What is done about them is decided in `lp.parallel.rank_group` (`ProcessRankGroup.answered`
+raises RankLost) and in `lp.parallel.device_waits` (`DeviceWaits.abandon` aborts collectives that hang on the GPU).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ ROLL_CALL_S = 3.0  # seconds that a rank whose collective failed waits for the o
 
 
 def differing(names: Sequence[str]) -> str:
-    """Word the error about ranks that are in different calls.
+    """Word the error message for ranks that are doing different things.
 
     For example "rank 0, 2 is making a LookaheadDecoder, rank 1 is in a step of generate; give every rank the same calls
     in the same order".
 
     Args:
-        names: what each rank is doing, by rank.
+        names: what each rank is doing, in the order of the ranks.
     """
     ranks = {name: [rank for rank, other in enumerate(names) if other == name] for name in names}
     doing = ", ".join(f"rank {', '.join(map(str, those))} is {name}" for name, those in ranks.items())
@@ -34,11 +34,11 @@ def differing(names: Sequence[str]) -> str:
 
 
 def announce(rank: int, call: str) -> None:
-    """Note in the store at which the ranks met what a rank is about to do: a later roll call reports it.
+    """Note in the job's key-value store what a rank is about to do, so that a later roll call can report it.
 
     Args:
         rank: number of this rank in the whole job.
-        call: what it is doing, as in "making a LookaheadDecoder".
+        call: what the rank is doing, as in "making a LookaheadDecoder".
     """
     _store().set(f"lp/call/{rank}", call)
 
@@ -46,16 +46,16 @@ def announce(rank: int, call: str) -> None:
 def roll_call(rank: int, world_size: int) -> str:
     """Find out why a collective failed, as the beginning of an error message, such as "rank 3 does not answer".
 
-    All ranks whose collective failed answer in the store at which they met, not through their process group. It takes
-    about 2 x ROLL_CALL_S seconds at most.
+    All ranks whose collective failed answer in the key-value store at which they met, not through their process group.
+    This takes at most about 2 x ROLL_CALL_S seconds.
 
     Args:
         rank: number of this rank in the whole job.
         world_size: number of ranks of the job.
 
     Returns:
-        The ranks that do not answer; or that the store is gone, and who held it; or, if all ranks answer, that one was
-        late, with what each was doing if that differs.
+        Which ranks do not answer; or that the store is gone, and who held it. If all ranks answer, it says that a rank
+        was late, and what each rank was doing if that differs.
     """
     answers: list[str] = []
 

@@ -2,10 +2,10 @@
 
     [DIGEST, STOP, LENGTH, COUNT, best logits of `c`, one word a node, padding, top-k logits of every node, padding]
 
-The word of a node packs its parent, its draft token, the token sampled at it, and its accept probability. Nodes are in
-the rank's own order, in which parents come first; `c`, the newest token of the text, is node 0. All but what is sampled
-is known before the forward pass. Messages have one size in all steps: ranks whose states differ must still meet in one
-collective to find that out.
+A node is a token in the rank's part of the draft tree. Its word packs its parent, its draft token, the token sampled at
+it, and the probability that it is accepted. Nodes are in the rank's own order, in which parents come first; `c`, the
+newest token of the generated text, is node 0. Everything except the samples is known before the forward pass. Messages
+have one size in all steps: ranks whose states differ must still meet in one collective to find that out.
 
 R: ranks; B: nodes of a rank, at most; K: top-k logits of a node; P: int64s of a message; n: nodes that sample a token.
 """
@@ -50,7 +50,7 @@ TOKEN_MASK = (1 << TOKEN_BITS) - 1
 
 
 class Stop(IntFlag):
-    """The reasons to end generation, as flags of a message: if any rank sets one, all ranks stop.
+    """The reasons to end generation, as flags that ranks send each other: if any rank sets a flag, all ranks stop.
 
     The step whose message has a flag generates no tokens.
     """
@@ -67,12 +67,12 @@ class Stop(IntFlag):
 
 
 class Header(NamedTuple):
-    """The parts of a message that describe the rank's state; they are known before the forward pass.
+    """The part of a rank's message that describes its state; it is known before the forward pass.
 
     Attributes:
         digest: digest of everything that must be equal on all ranks, see `state_digest`.
-        stop: why this rank wants all ranks to stop; NONE if it does not.
-        length: number of generated tokens to return if they stop.
+        stop: why this rank wants all ranks to stop; NONE: it does not.
+        length: number of generated tokens to return if the ranks stop.
     """
 
     digest: int
@@ -84,10 +84,10 @@ class Sampled(NamedTuple):
     """The results of a rank's forward pass and sampler, as tensors on its device.
 
     Attributes:
-        tokens: int64 (n,), the token sampled at each node that samples one.
-        top_logits: int64 (n, K), the K largest logits of these nodes with their tokens, packed.
-        best: int64 (NUM_BEST,), the largest logits of `c` before any logits processor, packed; None if ranks do not
-            compare them.
+        tokens: int64 (n,), the token sampled at each of the n draft-tree nodes that sample one.
+        top_logits: int64 (n, K), the K largest logits of these nodes; each int64 packs a token id and a float32 logit.
+        best: int64 (NUM_BEST,), the largest logits of the newest token (the tree's root) before any logits processor,
+            packed likewise; None if ranks do not compare them.
     """
 
     tokens: torch.Tensor
@@ -97,11 +97,11 @@ class Sampled(NamedTuple):
 
 @dataclass(frozen=True)
 class MessageShape:
-    """The size of messages, the same for all steps and ranks of a generation.
+    """The size of the messages that ranks exchange in decode steps, the same for all steps and ranks of a generation.
 
     Attributes:
-        nodes: B, most nodes of a rank.
-        num_logits: K, top-k logits of a node; 0 if none are sent.
+        nodes: B, most draft-tree nodes that a rank computes in a step.
+        num_logits: K, how many top-k logits of each node are sent; 0: none.
     """
 
     nodes: int
@@ -109,19 +109,23 @@ class MessageShape:
 
     @cached_property
     def size(self) -> int:
-        """P, the number of int64s of a message."""
+        """P, the number of int64s in a message."""
         return HEADER + self.nodes * (1 + self.num_logits)
 
     def room(self, ranks: int) -> RankTrees:
-        """Allocate the arrays into which `unpack` reads the messages of `ranks` ranks."""
+        """Allocate the arrays into which `unpack` reads all ranks' messages.
+
+        Args:
+            ranks: number of ranks.
+        """
         return RankTrees.room(ranks, self.nodes, [HEADER + self.nodes, self.size, self.num_logits])
 
 
 def check_vocabulary(size: int) -> None:
-    """Raise an error if the vocabulary is too large for the bits that a message has for a token.
+    """Raise an error if the vocabulary is too large for the number of bits that messages use for a token id.
 
     Args:
-        size: number of tokens of the vocabulary.
+        size: number of tokens in the vocabulary.
 
     Raises:
         ValueError: the vocabulary has more than INVALID_TOKEN tokens.
@@ -133,14 +137,17 @@ def check_vocabulary(size: int) -> None:
 
 
 def best_logits(logits: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
-    """The largest logits of `c` with their tokens, packed, by which ranks see whether their models compute the same.
+    """The largest logits of the newest token, with their token ids, packed.
+
+    Ranks exchange them to see whether their models compute the same.
 
     Args:
         logits: (n, V), before any logits processor.
-        rows: int64 (Q,), the row of `c` of each of Q texts; None: a single text, whose `c` is row 0.
+        rows: int64 (Q,), for each of Q sequences, the row that belongs to its newest token; None: a single sequence,
+            whose newest token has row 0.
 
     Returns:
-        int64 (NUM_BEST,) for a single text, else (Q, NUM_BEST).
+        int64 (NUM_BEST,) for a single sequence, else (Q, NUM_BEST); each int64 holds a token id and a float32 logit.
     """
     packed = pack_top_logits(logits[:1] if rows is None else logits.index_select(0, rows), NUM_BEST)
     if (found := packed.shape[1]) < NUM_BEST:
@@ -149,14 +156,14 @@ def best_logits(logits: torch.Tensor, rows: torch.Tensor | None = None) -> torch
 
 
 def state_digest(previous: int, *parts: Sequence[int] | np.ndarray) -> int:
-    """Chain a digest of a rank's state, which ranks compare in each step; it detects mistakes, not attacks.
+    """Extend a digest of a rank's state, which ranks compare in each step; it detects mistakes, not attacks.
 
     Args:
-        previous: digest of the state before.
-        parts: lists of int64 numbers that have come since, such as the new tokens.
+        previous: the digest before the last step.
+        parts: lists of int64 numbers that are new in the state, such as the new tokens.
 
     Returns:
-        A number of 63 bits.
+        The new digest, a number of 63 bits.
     """
     values = [previous]
     for part in parts:
@@ -174,7 +181,9 @@ def _digest(values):  # type: ignore[no-untyped-def]
 
 
 def known_part(header: Header, layout: StepLayout, shape: MessageShape) -> np.ndarray:
-    """Make the part of a message that is known before the forward pass: the header, and words without sampled tokens.
+    """Make the part of a message that is known before the forward pass.
+
+    It is the header, and one word for each draft-tree node, without the token sampled there.
 
     Args:
         header: the rank's state.
@@ -201,7 +210,7 @@ def _fill_header_and_words(message, nodes, count, digest, stop, length):  # type
 
 @jit
 def prob_code(prob):  # type: ignore[no-untyped-def]
-    """Round a probability to the code by which messages send it, 0 to PROB_CODES - 1; `PROBS[code]` is its value."""
+    """Round a probability to the code that messages send for it, 0 to PROB_CODES - 1; `PROBS[code]` is its value."""
     if not prob > 0:
         return 0
     steps = math.floor(-PROB_STEPS * log(min(prob, 1.0)) * LOG2_E + 0.5) if prob > LEAST_PROB else PROB_CODES - 2
@@ -209,11 +218,11 @@ def prob_code(prob):  # type: ignore[no-untyped-def]
 
 
 def pack(header: Header, layout: StepLayout, sampled: Sampled, shape: MessageShape) -> torch.Tensor:
-    """Make this rank's message.
+    """Make this rank's message for a decode step.
 
     Args:
         header: the rank's state.
-        layout: the rank's nodes.
+        layout: the rank's draft-tree nodes.
         sampled: results of its forward pass.
         shape: size of the message.
 
@@ -238,13 +247,13 @@ def pack(header: Header, layout: StepLayout, sampled: Sampled, shape: MessageSha
 def write(
     messages: torch.Tensor, known: torch.Tensor, nodes: torch.Tensor, sampled: Sampled, shape: MessageShape
 ) -> None:
-    """Write the messages of Q texts on a device, by operations that a CUDA graph can hold.
+    """Write the messages of Q sequences on a device, by operations that a CUDA graph can record.
 
     Args:
-        messages: int64 (Q, P), filled; the part of top-k logits stays as it is if `sampled` has none.
+        messages: int64 (Q, P), filled; the part for top-k logits stays as it is if `sampled` has none.
         known: int64 (Q, HEADER + B), the part of each message that `known_part` makes.
-        nodes: int64 (n,), place of each node that samples a token: text * B + node; Q * B for padding.
-        sampled: results at these nodes, of all texts; `best` is (Q, NUM_BEST).
+        nodes: int64 (n,), place of each node that samples a token: index of its sequence * B + node; Q * B for padding.
+        sampled: results at these nodes, for all sequences; `best` is (Q, NUM_BEST).
         shape: size of a message.
     """
     texts, count = len(messages), shape.nodes
@@ -275,7 +284,10 @@ def _fill_message(message, nodes, tokens, top_logits, count, digest, stop, lengt
 
 
 def sampled_at_c(messages: np.ndarray) -> int:
-    """Read the token that rank 0 sampled at `c` from all ranks' messages, int64 (R, P): a plain step has no other."""
+    """Read from all ranks' messages, int64 (R, P), the token that rank 0 sampled after the newest token.
+
+    In a step of plain decoding there is no other sample.
+    """
     return int(messages[0, HEADER]) >> SAMPLED_SHIFT & TOKEN_MASK
 
 
@@ -286,13 +298,13 @@ def unpack(
 
     Args:
         messages: int64 (R, P), every rank's message.
-        trees: arrays made by `MessageShape.room`, filled with the trees of all ranks.
+        trees: arrays made by `MessageShape.room`, which get the draft trees of all ranks.
         step: number of the decode step, for error messages.
-        rounding: share of the largest logit by which logits of `c` may differ between ranks.
+        rounding: how far ranks' logits of the newest token may differ, as a fraction of the largest logit.
         name_of: gives the name of a rank in error messages.
 
     Returns:
-        The flags that any rank has set, and the number of generated tokens to return if ranks stop, by rank 0.
+        The flags that any rank has set, and rank 0's number of generated tokens to return if ranks stop.
 
     Raises:
         RuntimeError: the ranks' states differ, or their models compute different logits, or a message holds no tree;
@@ -345,7 +357,7 @@ def _read(trees, messages):  # type: ignore[no-untyped-def]
 
 
 def check_digests(messages: np.ndarray, step: int, name_of: Callable[[int], str] = str) -> None:
-    """Raise an error if ranks' states have come to differ, or ranks are in different calls.
+    """Raise an error if the states of the ranks differ, or ranks are in different calls.
 
     Args:
         messages: int64 (R, P), every rank's message.
@@ -368,16 +380,16 @@ def check_digests(messages: np.ndarray, step: int, name_of: Callable[[int], str]
 
 
 def check_best(best: np.ndarray, step: int, rounding: float, name_of: Callable[[int], str] = str) -> None:
-    """Raise an error if the models of ranks compute different logits, by those of `c`, which all ranks compute.
+    """Raise an error if ranks' models compute different logits for the newest token, which all ranks compute.
 
     Args:
-        best: int64 (R, NUM_BEST), every rank's largest logits of `c`, packed.
+        best: int64 (R, NUM_BEST), every rank's largest logits of that token; each int64 packs a token id and a logit.
         step: number of the decode step, for the error message.
-        rounding: share of the largest logit by which they may differ.
+        rounding: how far logits may differ, as a fraction of the largest logit.
         name_of: gives the name of a rank in the error message.
 
     Raises:
-        RuntimeError: they differ by more; the message names the ranks that differ from most others, and by how much.
+        RuntimeError: logits differ by more; the message names the ranks that differ from most others, and by how much.
     """
     if len(best) == 1 or (best == best[0]).all():
         return

@@ -1,8 +1,8 @@
-"""A faster all-reduce of small tensors over the ranks of a replica: one kernel reads the tensors of all ranks.
+"""A faster all-reduce of small tensors for tensor parallelism: one kernel reads the tensors of all ranks.
 
 NCCL's ring takes 2 (T - 1) hops, each with the latency of a link: most of its time if a step has few tokens. The kernel
-is torch's (`torch.distributed._symmetric_memory`, alpha in 2.13); it adds in the order of ranks, so that all
-have the same bits. It needs GPUs that reach each other's memory. T: ranks of the replica.
+is torch's (`torch.distributed._symmetric_memory`, alpha in 2.13); it adds in the order of ranks, so that all ranks get
+the same bits. It needs GPUs that can read each other's memory. T: ranks that hold one copy of the model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Kernel = Callable[[torch.Tensor, torch.Tensor, str, str], torch.Tensor]  # share
 
 
 class OneShotSum:
-    """Sums tensors of up to 512 KiB over the ranks of a replica, as a function of this rank's tensor.
+    """Sums tensors of up to 512 KiB over the ranks that hold one copy of the model: call it with this rank's tensor.
 
     Args:
         shared: uint8 (MOST_BYTES,), memory of this rank that every rank of the group can read.
@@ -38,7 +38,9 @@ class OneShotSum:
         self._kernel = kernel
 
     def agrees_with(self, group: dist.ProcessGroup, device: torch.device) -> bool:
-        """Try whether the sums agree with torch.distributed's within rounding; all ranks of the group call it together.
+        """Test whether this object's sums agree with torch.distributed's within rounding.
+
+        All ranks of the group call it together.
 
         Args:
             group: the process group to compare with.
@@ -59,7 +61,7 @@ class OneShotSum:
         return same
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor has a size and dtype that can be summed; equal on all ranks, as the tensors are alike."""
+        """Whether a tensor has a size and dtype that can be summed here; equal on all ranks, as tensors are alike."""
         nbytes = tensor.numel() * tensor.element_size()
         return 0 < nbytes <= MOST_BYTES and nbytes % ALIGNMENT == 0 and tensor.dtype in DTYPES
 
@@ -69,10 +71,10 @@ class OneShotSum:
 
 
 def by_symmetric_memory(group: dist.ProcessGroup, device: torch.device) -> OneShotSum:
-    """Make a OneShotSum by torch's kernel over symmetric memory; all ranks of the group call it together.
+    """Make a OneShotSum that uses torch's kernel over symmetric memory; all ranks of the group call it together.
 
     Args:
-        group: the ranks of a replica.
+        group: the ranks that hold one copy of the model between them.
         device: device of this rank's tensors.
 
     Raises:
@@ -92,15 +94,16 @@ def one_shot_sum(
     device: torch.device,
     make: Callable[[dist.ProcessGroup, torch.device], OneShotSum] = by_symmetric_memory,
 ) -> OneShotSum | None:
-    """Make a OneShotSum whose sums were checked; all ranks of the group call it together.
+    """Make a OneShotSum, and check its sums against torch.distributed's; all ranks of the group call it together.
 
     Args:
-        group: the ranks of a replica.
+        group: the ranks that hold one copy of the model between them.
         device: device of this rank's tensors.
-        make: makes the OneShotSum to check.
+        make: function that makes the OneShotSum to check.
 
     Returns:
-        None on all ranks if one of them can't make it or gets other sums than torch.distributed's; the log says why.
+        The OneShotSum; None on all ranks if one of them can't make it or gets other sums than torch.distributed's,
+        which the log then says.
     """
     failure = "another rank of the replica cannot"
 

@@ -1,7 +1,7 @@
 """RankGroup: a group of ranks, and the collectives by which they exchange messages.
 
-With one rank every collective is the identity. Here it is also decided what is done if a rank is lost, see
-`ProcessRankGroup.answered`. R: ranks of the group; P: int64s that a rank sends.
+With one rank every collective is the identity. `ProcessRankGroup.answered` decides what is done if a rank is lost.
+R: ranks of the group; P: int64s that a rank sends.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class RankGroup:
 
     Attributes:
         rank: this rank's number in the group.
-        size: R, number of ranks of the group.
-        names: names of the ranks in error messages; empty: their numbers.
-        step_sizes: a stack with the size of a step's message, in int64s, for each generation under way on this rank,
-            the innermost last; shared by all groups of this rank.
+        size: R, number of ranks in the group.
+        names: names of the ranks for error messages; if empty, ranks are called by their numbers.
+        step_sizes: a stack with one entry for each generation under way on this rank, the innermost last: the size of a
+            step's message, in int64s. All groups of this rank share it.
     """
 
     rank: int = 0
@@ -42,7 +42,11 @@ class RankGroup:
     step_sizes: list[int] = field(default_factory=list, repr=False, compare=False)
 
     def name_of(self, rank: int) -> str:
-        """The name of a rank of the group in error messages, such as "5 (lp 2, tp 1)"."""
+        """Name of a rank of the group for error messages, such as "5 (lp 2, tp 1)".
+
+        This is rank 5 of the job, in copy 2 of the model, with part 1 of that copy (tensor parallelism), all from 0.
+        Without tensor parallelism the name is only the number.
+        """
         return self.names[rank] if self.names else str(rank)
 
     def all_gather(self, message: torch.Tensor) -> torch.Tensor:
@@ -50,34 +54,45 @@ class RankGroup:
         return message[None].cpu()
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        """Send the tensor of rank `source` to the others, into their `tensor`, of the same shape and dtype."""
+        """Send the tensor of rank `source` to the other ranks, and return it on every rank.
+
+        Args:
+            tensor: the tensor to send; on other ranks, a tensor of equal shape and dtype that receives it.
+            source: number of the sending rank in the group.
+        """
         return tensor
 
     def gather_message(self, call: str, message: torch.Tensor, patient: bool) -> torch.Tensor:
-        """Gather messages of `lp.parallel.agreement`, while no generation is under way, without keeping a GPU busy.
+        """Gather messages between decode steps (`lp.parallel.agreement`) from all ranks, without keeping a GPU busy.
+
+        No generation may be under way.
 
         Args:
             call: what this rank is doing, for error messages.
             message: int64 (agreement.SIZE,), on the host.
-            patient: wait for the other ranks without a limit.
+            patient: wait for the other ranks without a time limit.
 
         Returns:
-            int64 (R, agreement.SIZE), on the host.
+            The messages of all ranks, int64 (R, agreement.SIZE), on the host.
         """
         return self.all_gather(message)
 
     def broadcast_body(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Send rank 0's tensor to the others, into their `tensor` on the host; a message before it told its size."""
+        """Send rank 0's tensor to the others, which receive it in their own `tensor` on the host.
+
+        A message before it has told the others its size.
+        """
         return self.broadcast(tensor, 0)
 
     @contextlib.contextmanager
     def stepping(self, size: int) -> Iterator[None]:
         """A `with` block around the steps of a generation, in which all messages are sent in pieces of `size` int64s.
 
-        So a rank in another call still meets the others, which are in a step, in a collective of one size.
+        So a rank that is in another call by mistake still meets the ranks that are in a step in a collective of one
+        size, and the error can be found.
 
         Args:
-            size: int64s of a step's message.
+            size: int64s in a step's message.
         """
         self.step_sizes.append(size)
         try:
@@ -86,18 +101,19 @@ class RankGroup:
             self.step_sizes.pop()
 
     def set_timeout(self, seconds: float) -> None:
-        """Set how many seconds collectives that begin from now on may wait for other ranks."""
+        """Set how many seconds collectives may wait for other ranks, for collectives that begin from now on."""
 
     @property
     def lost(self) -> bool:
-        """Whether a rank was lost, so that this rank's device may never be done with its work."""
+        """Whether another rank was lost, so that work on this rank's device may never end."""
         return False
 
     def wait_for(self, event: torch.cuda.Event) -> None:
         """Wait until the GPU has done all work recorded before an event.
 
         Raises:
-            RankLost: it was not done in time, as it waits for a rank; the message names the ranks that do not answer.
+            RankLost: the GPU was not done in time, as it waits for a rank; the message names the ranks that do not
+                answer.
         """
         event.synchronize()
 
@@ -110,7 +126,7 @@ class RankGroup:
         return tensor.cpu()
 
     def close(self) -> None:
-        """Drop the process groups, if there are any; the group can't be used afterwards."""
+        """Drop the process groups of torch.distributed, if there are any; this object can't be used afterwards."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +136,8 @@ class ProcessRankGroup(RankGroup):
     Attributes:
         device: device on which this rank computes.
         backend: backend of `group`: "nccl" or "gloo".
-        group: process group of the messages of steps.
-        messages: process group, by gloo on the host, of messages outside of steps: waiting there keeps no GPU busy. It
+        group: process group for the messages of decode steps.
+        messages: process group, by gloo on the host, for messages between steps: waiting there keeps no GPU busy. It
             is separate because messages of different sizes that meet in one group would abort the process.
         home: this rank's number in the whole job, and the job's number of ranks.
         waits: waits for this rank's GPU with a time limit; shared by all groups of this rank.
@@ -169,13 +185,13 @@ class ProcessRankGroup(RankGroup):
 
     @contextlib.contextmanager
     def answered(self) -> Iterator[None]:
-        """A `with` block around a collective: if the collective fails, it decides what is done about lost ranks.
+        """A `with` block around a collective that deals with lost ranks if the collective fails.
 
         1. A roll call finds the ranks that do not answer.
         2. If a GPU may hang on them, its collectives are aborted, and the process ends soon in any case.
         3. RankLost is raised; its message names these ranks.
 
-        Errors for want of memory, and RanksParted, are passed on as they are.
+        Out-of-memory errors, and RanksParted, are passed on as they are.
 
         Raises:
             RankLost: the collective has failed.

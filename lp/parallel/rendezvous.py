@@ -16,7 +16,7 @@ from lp.errors import UserError
 def join(backend: str, device: torch.device, rank: int, world_size: int, timeout_s: float) -> str:
     """Meet the other processes of the job, and make torch's default process group.
 
-    If the process group exists already, the program that made it has chosen the backend: nothing is done.
+    If the process group exists already, the program that made it has chosen the backend, and nothing is done.
 
     Args:
         backend: "nccl", "gloo", or "auto": nccl if every rank has a GPU of its own, else gloo.
@@ -58,11 +58,11 @@ def join(backend: str, device: torch.device, rank: int, world_size: int, timeout
 
 
 def leave(lost: bool = False) -> None:
-    """Destroy the process groups, if there are any, before the process ends; it must not join again.
+    """Destroy the process groups, if there are any, before the process ends; the process can't join again.
 
-    The threads of a group must have ended when Python does, or they may abort the process; so garbage is collected
-    before and after. Before, because NCCL waits for CUDA graphs that hold its collectives, and models that nobody uses
-    any more may still hold such graphs in reference cycles.
+    The threads of a group must have ended when Python ends, or they may abort the process; so garbage is collected
+    before and after the groups are destroyed. Before, because NCCL waits until all CUDA graphs with its collectives are
+    freed, and unused models may still hold such graphs in reference cycles.
 
     Args:
         lost: whether a rank was lost. Then nothing is destroyed, since that could wait for a GPU that waits for the
@@ -78,9 +78,9 @@ def local_device(device: str | torch.device, local_rank: int) -> torch.device:
     """Choose the device of a rank; ranks of a node take its GPUs in turn.
 
     Args:
-        device: "auto" (a GPU if there is one, else the CPU), "cuda", the name of a device such as "cpu" or "cuda:1", or
-            a device, which is returned as it is.
-        local_rank: number of the rank among those of its node.
+        device: "auto" (a GPU if there is one, else the CPU), "cuda" (one of the node's GPUs), the name of a device such
+            as "cpu" or "cuda:1", or a torch.device, which is returned as it is.
+        local_rank: number of the rank among those on its node, from 0.
 
     Raises:
         ValueError: torch can't compute on this device.
@@ -102,22 +102,22 @@ def local_device(device: str | torch.device, local_rank: int) -> torch.device:
 
 
 def device_id(device: torch.device) -> str:
-    """The UUID of a GPU, by which ranks see whether they share it; empty for a CPU.
+    """The UUID of a GPU, by which ranks see whether they share a GPU; empty for a CPU.
 
-    The number of a GPU would not do: a launcher may show every process a single GPU, and each calls it cuda:0.
+    The index of a GPU would not do: a launcher may show every process a single GPU, and each process calls it cuda:0.
     """
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def check_backend(backend: str, device: torch.device) -> None:
-    """Raise an error if the user's backend does not exist, or can't work on this rank's device.
+    """Raise an error if a backend that the user named does not exist, or can't work on this rank's device.
 
     Args:
         backend: "auto", "nccl" or "gloo".
         device: device of this rank.
 
     Raises:
-        ValueError: another name, or "nccl" though this rank has no GPU or torch no NCCL.
+        ValueError: `backend` is none of the three; or it is "nccl", but this rank has no GPU or torch has no NCCL.
     """
     if backend not in ("auto", "nccl", "gloo"):
         raise UserError(f"backend is {backend!r}; it must be 'auto', 'nccl' or 'gloo'")
@@ -151,6 +151,11 @@ def choose_backend(backend: str, devices: Sequence[str]) -> str:
 
 
 def set_timeout(seconds: float, *groups: dist.ProcessGroup) -> None:
-    """Set how many seconds collectives of these process groups may wait for other ranks, from now on."""
+    """Set how many seconds collectives may wait for other ranks, from now on.
+
+    Args:
+        seconds: the time limit.
+        groups: process groups whose collectives it holds for.
+    """
     for group in groups:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)

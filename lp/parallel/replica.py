@@ -1,6 +1,6 @@
 """Replica: the ranks that hold one copy of the model between them (tensor parallelism), and the model's collectives.
 
-T: ranks of the replica.
+T: number of these ranks.
 """
 
 from __future__ import annotations
@@ -21,82 +21,97 @@ from lp.parallel.rank_group import ProcessRankGroup
 class Replica:
     """The ranks that hold one copy of the model between them; this base class is a single rank that holds all of it.
 
-    Its collectives are part of the forward pass: they are on the model's device, in the order in which it computes.
+    Its collectives are part of the forward pass: they run on the model's device, in the order in which it computes.
 
     Attributes:
         rank: this rank's number in the replica.
-        size: T, number of ranks of the replica.
+        size: T, number of ranks in the replica.
     """
 
     rank: int = 0
     size: int = 1
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum a tensor over the ranks of the replica, in place or into new memory; every rank gets the same bits."""
+        """Sum a tensor over the ranks of the replica; every rank gets the same bits.
+
+        The sum replaces the tensor or is in new memory: use the returned tensor.
+        """
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Gather the tensors of all ranks, which have one shape: (*shape) on each rank -> (T, *shape)."""
+        """Gather the tensors of all ranks, which have equal shapes: (*shape) on each rank becomes (T, *shape)."""
         return tensor[None]
 
     def any_rank(self, mine: Sequence[bool], device: torch.device) -> list[bool]:
-        """Combine conditions of all ranks by "or".
+        """Find out which conditions hold on at least one rank.
 
         Args:
             mine: whether each condition holds on this rank; every rank lists the same conditions.
             device: device of the model, on which ranks exchange tensors.
 
         Returns:
-            By condition, whether it holds on any rank.
+            For each condition, whether it holds on any rank.
         """
         if self.size == 1:
             return list(mine)
         return self.on_host(self.all_gather(torch.tensor(mine, dtype=torch.int32, device=device)).any(0)).tolist()
 
     def part(self, count: int, rank: int | None = None) -> tuple[int, int]:
-        """Divide `count` heads, columns or the like among the ranks.
+        """Find a rank's part if `count` items, such as heads or columns, are divided among the ranks.
 
         Args:
-            count: how many to divide.
+            count: number of items to divide.
             rank: the rank whose part is wanted; None: this one.
 
         Returns:
-            The first number of the part, and the one behind its last.
+            Index of the part's first item, and of the item after its last one.
         """
         rank = self.rank if rank is None else rank
         return count * rank // self.size, count * (rank + 1) // self.size
 
     @property
     def lost(self) -> bool:
-        """Whether a rank was lost, so that this rank's device may never be done with its work."""
+        """Whether another rank was lost, so that work on this rank's device may never end."""
         return False
 
     @property
     def started(self) -> int:
-        """Number of collectives that this rank has started, without those in compiled code, for its `Outcome`."""
+        """Number of collectives that this rank has started, without those in compiled code.
+
+        Ranks compare it after a failure, as part of their `Outcome`.
+        """
         return 0
 
     def outcomes(self, call: str, mine: Outcome) -> list[Outcome]:
-        """Gather how common work has ended on every rank, by messages between hosts: GPUs may still be blocked.
+        """Tell every rank how common work, such as recording CUDA graphs, has ended on each rank.
+
+        The messages go between hosts, since GPUs may still be blocked by the work.
 
         Args:
             call: what the ranks are doing, for error messages; the same on every rank.
-            mine: how this rank's part has ended.
+            mine: how the work has ended on this rank.
+
+        Returns:
+            One outcome for each rank, in the order of the ranks.
         """
         return [mine]
 
     def name_of(self, rank: int) -> str:
-        """The name of a rank of the replica in error messages, such as "5 (lp 2, tp 1)"."""
+        """Name of a rank of the replica for error messages, such as "5 (lp 2, tp 1)".
+
+        This is rank 5 of the job, in copy 2 of the model, with part 1 of that copy (tensor parallelism), all from 0.
+        """
         return str(rank)
 
     def abandon(self) -> None:
-        """After a rank has failed, abort the collectives for which devices still wait; no more can be started."""
+        """Abort the collectives that devices still wait for after a rank has failed; no others can be started."""
 
     def wait_for(self, event: torch.cuda.Event) -> None:
         """Wait until the GPU has done all work recorded before an event.
 
         Raises:
-            RankLost: it was not done in time, as it waits for a rank; the message names the ranks that do not answer.
+            RankLost: the GPU was not done in time, as it waits for a rank; the message names the ranks that do not
+                answer.
         """
         event.synchronize()
 
@@ -112,14 +127,15 @@ class Replica:
         """Register a CUDA graph that may hold collectives of this replica, so that `close` can free it."""
 
     def close(self) -> None:
-        """Free the registered CUDA graphs and drop the process group, if there are any."""
+        """Free the CUDA graphs given to `keep_track`, and drop the process group, if there are any."""
 
 
 @dataclass(frozen=True)
 class InRankOrder(Replica):
-    """A replica whose all-reduce adds rank after rank, so that a value's sum has the same bits in tensors of any size.
+    """A replica (one copy of the model) whose all-reduce adds the ranks' tensors one after the other, in rank order.
 
-    The mode `exact=bitwise` needs it: NCCL's order depends on the size of a tensor and the place in it.
+    So a value's sum has the same bits in tensors of any size. The mode `exact=bitwise` needs that: NCCL's order of
+    additions depends on the size of a tensor and on the value's place in it.
 
     Attributes:
         ranks: the replica that exchanges the tensors.
@@ -129,11 +145,15 @@ class InRankOrder(Replica):
 
     @classmethod
     def of(cls, replica: Replica) -> InRankOrder:
-        """Wrap a replica so that it adds in the order of its ranks; one that does so already is returned as it is."""
+        """Wrap a replica so that its all-reduce adds in rank order; one that does so already is returned as it is.
+
+        Args:
+            replica: the ranks that hold one copy of the model between them.
+        """
         return replica if isinstance(replica, cls) else cls(replica.rank, replica.size, replica)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum a tensor over the ranks in their order, in float32 or wider, into new memory of its dtype."""
+        """Sum a tensor over the ranks in rank order, in float32 or wider; returns a new tensor of the same dtype."""
         wide = torch.promote_types(tensor.dtype, torch.float32)
         parts = self.ranks.all_gather(tensor).to(wide)
         total = parts[0]
@@ -176,13 +196,13 @@ class InRankOrder(Replica):
 
 @dataclass(frozen=True)
 class ProcessReplica(Replica):
-    """A replica whose ranks are processes, over a process group of torch.distributed.
+    """A replica (one copy of the model) on ranks that are processes, over a process group of torch.distributed.
 
     Attributes:
-        group: process group of the collectives.
-        messages: group of the same ranks for messages between hosts, and for what is done if a rank is lost.
+        group: process group for the model's collectives.
+        messages: group of the same ranks for messages between hosts; it also decides what is done if a rank is lost.
         one_shot: sums small tensors faster; None: `group` sums all tensors.
-        calls: list of one number, the collectives that this rank has started, without those in compiled code.
+        calls: list with one number: how many collectives this rank has started, without those in compiled code.
     """
 
     group: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)

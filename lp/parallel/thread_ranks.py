@@ -24,8 +24,8 @@ class Lockstep:
         world_size: number of ranks.
 
     Attributes:
-        barrier: at which all ranks wait for each other.
-        given: by rank, what it is doing, and the tensor that it gave last.
+        barrier: barrier at which all ranks wait for each other.
+        given: what each rank is doing, and the tensor that the rank gave last; one entry per rank.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -35,16 +35,16 @@ class Lockstep:
     def trade(
         self, rank: int, call: str, mine: torch.Tensor, timeout_s: float | None
     ) -> list[tuple[str, torch.Tensor]]:
-        """Exchange tensors: give one, wait for all ranks, and get copies of all.
+        """Exchange tensors: give this rank's tensor, wait for all ranks, and get copies of all tensors.
 
         Args:
-            rank: this rank.
-            call: what it is doing.
-            mine: its tensor.
+            rank: number of this rank.
+            call: what this rank is doing, for error messages.
+            mine: this rank's tensor.
             timeout_s: seconds to wait for the other ranks; None: without a limit.
 
         Returns:
-            By rank, what it is doing and a copy of its tensor.
+            For each rank, what it is doing and a copy of its tensor.
 
         Raises:
             threading.BrokenBarrierError: another rank has failed, or did not come in time.
@@ -62,7 +62,7 @@ class LockstepGroup(RankGroup):
     """A group of ranks that are threads of this process: collectives without torch.distributed.
 
     Attributes:
-        shared: the meeting point, the same object on every rank.
+        shared: the ranks' meeting point, the same object on every rank.
     """
 
     shared: Lockstep = field(default_factory=lambda: Lockstep(1))
@@ -77,7 +77,10 @@ class LockstepGroup(RankGroup):
         return torch.stack(self._trade(call, message))
 
     def end(self) -> None:
-        """Wait until all ranks have ended, and meet them in their collectives meanwhile."""
+        """Wait until all ranks have ended; until then, answer their collectives, so that none of them waits in vain.
+
+        A rank calls it when its own work is done.
+        """
         with contextlib.suppress(threading.BrokenBarrierError):
             while {call for call, _ in self._traded(ENDED, torch.zeros(0), None)} != {ENDED}:
                 pass
@@ -93,11 +96,14 @@ class LockstepGroup(RankGroup):
 
 
 def run_lockstep(world_size: int, body: Callable[[ParallelContext], T]) -> list[T]:
-    """Run `body(context)` for every rank of one process, each in a thread, and return their results by rank.
+    """Run `body(context)` for several ranks in one process, each in its own thread, and return their results.
 
     Args:
         world_size: number of ranks.
-        body: called once for each rank, with its context.
+        body: function that is called once for each rank, with its context.
+
+    Returns:
+        The results of `body`, in the order of the ranks.
 
     Raises:
         BaseException: the error of the lowest rank that failed by itself, and not because another rank did.
@@ -135,8 +141,8 @@ def _is_due_to_another(error: BaseException) -> bool:
 
 
 def is_stopped_by_another(error: BaseException) -> bool:
-    """Whether an error is an `lp.Interrupted` that another rank caused: no signal came to this one.
+    """Whether an error is an `lp.Interrupted` that another rank caused: this rank got no signal.
 
-    `lp.Interrupted` itself can't be imported here: a higher layer defines it.
+    `lp.Interrupted` itself can't be imported here, since a higher layer defines it.
     """
     return isinstance(error, KeyboardInterrupt) and getattr(error, "signal", None) == 0
