@@ -159,7 +159,7 @@ class LookaheadConfig(RefusesRemoved):
         ngram_size: N, tokens of an n-gram; the window has N - 1 levels. Default 2.
         guess_set_size: G; a step has at most G x (N - 1) draft tokens; 0: none. Default 104, or 184 if adaptive, which
             with the window makes at most 200 tokens a step on each rank.
-        draft_depth: most draft tokens behind each other, by chaining n-grams; None: N - 1, as in the paper.
+        draft_depth: most draft tokens in a row, which chained n-grams draft; None: N - 1, as in the paper.
         pool_scope: "request": each text begins with an empty pool. "session": it begins with the pool that earlier
             texts of the decoder left; that changes the draft tokens, but no generated token.
         pool_mib: most memory of the pool, MiB; the oldest entries make room for new ones.
@@ -169,10 +169,10 @@ class LookaheadConfig(RefusesRemoved):
             tokens, for drafts where the pool knows nothing. "auto": the file beside the model, if there is one; "off":
             none.
         history: a file that each text is added to when it ends (the generated tokens, and the end of the prompt); it is
-            created if missing. Where a later text repeats the end of what came before in it, the tokens that followed
-            there become drafts. None: nothing is kept.
-        corpora: files of `lp corpus`, at most 4, checked for changes as each text begins. Where a corpus has the last
-            tokens of a text, the tokens that follow there become drafts.
+            created if missing. Where the newest tokens of a later text occur in the file, the tokens that followed
+            there become draft tokens. None: nothing is kept.
+        corpora: files of `lp corpus`, at most 4, checked for changes as each text begins. Where the newest
+            tokens of a text occur in a corpus, the tokens that follow there become draft tokens.
         ablation: parts of the method to leave out, to measure what each is worth.
         adaptive: whether W and G are bounds of each rank's step, whose size is then chosen by what pays. None: True if
             none of W, N and G is given; once the config is made it is never None.

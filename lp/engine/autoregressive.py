@@ -119,7 +119,7 @@ class AutoregressiveDecoder(Decoder):
             inputs: int64 (1, tokens).
             cache: has all tokens before these.
             start: index of the first of these tokens in the text.
-            offset: what to add to a token's index to get its rotary position; not 0 only behind images.
+            offset: what to add to a token's index to get its rotary position; not 0 only after images.
 
         Returns:
             Logits of the last token, (1, vocabulary).

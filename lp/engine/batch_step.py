@@ -115,7 +115,7 @@ class BatchStep:
         text.capture_steps(partial(self._capture, text))
 
     def _capture(self, text: Generation, num_tokens: int, num_logits: Sequence[int]) -> None:
-        """Capture the graphs of forward passes, and of the sampling behind them, that are not captured yet.
+        """Capture the graphs of forward passes, and of the sampling after them, that are not captured yet.
 
         Where none is missing nothing runs: each would take as long as a step.
 
@@ -211,7 +211,7 @@ class BatchStep:
         parts: dict[Generation, StepPart],
         by_itself: bool,
     ) -> dict[Generation, torch.Tensor]:
-        """The messages of the texts that a captured tail samples: the graph behind the one of the forward pass.
+        """The messages of the texts that a captured tail samples: its graph runs after that of the forward pass.
 
         Empty where there is no such graph for these texts; they are sampled one operation at a time then.
         """
@@ -297,14 +297,14 @@ class BatchStep:
         own = [*messages.values()]
         gathered = self._gathered(own)
         if self.pooled:
-            self.pooled.message_read()
+            self.pooled.inputs_read()
         if len(own) == 1:
             return dict.fromkeys(messages, gathered)
         ends = np.cumsum([len(message) for message in own])[:-1]
         return dict(zip(messages, map(np.ascontiguousarray, np.split(gathered, ends, axis=1)), strict=True))
 
     def _gathered(self, own: Sequence[torch.Tensor]) -> np.ndarray:
-        """The messages of all ranks behind each other, (R, sum of P), on the host, which waits for the device once."""
+        """The messages of all ranks, one after another, (R, sum of P), on the host, which waits for the device once."""
         if self._clock is None:
             with self.timer.exchange:
                 return self.context.steps.all_gather(_joined(own)).numpy()

@@ -343,7 +343,7 @@ class EngineCore:
         for text, handle in self.running.items():
             if text.prompt.lacks_images(text.cache):
                 self._steps.read_images(text)
-                handle.first_step_s = time.perf_counter()  # later, if the prompt goes on behind them
+                handle.first_step_s = time.perf_counter()  # later, if the prompt has more tokens after them
                 return
 
     def _batches(self) -> Iterator[Batch]:

@@ -267,7 +267,7 @@ class Decoder:
             self._check_adapter(adapter, images)
         processors = listed_processors(logits_processor)
         checkpoint = self.checkpoint(generation_config)
-        continued = check_int("continued", continued, 0, len(prompt) - 1, "a text goes on behind a prompt")
+        continued = check_int("continued", continued, 0, len(prompt) - 1, "a text continues a prompt")
         if grammar is not None:
             self._check_grammar(grammar, stopping.eos)
             processors.append(GrammarProcessor(grammar, sorted(stopping.eos), len(padding) + len(prompt)))
@@ -400,7 +400,7 @@ class Decoder:
         if images is not None and rope_boundary(self.model.config.get_text_config()):
             raise UserError(
                 f"model type {self.model.config.model_type!r} changes its rotary frequencies with the length, which lp "
-                "does not do behind images: use generate as it is"
+                "does not do after images: use generate as it is"
             )
         return images
 

@@ -161,10 +161,10 @@ class StepSampler:
         return pack(header, layout, Sampled(nothing.sum(1), nothing), self.shape)
 
     def _drafts(self, layout: StepLayout) -> list[list[int]]:
-        """The draft tokens behind every sampled node, for rejection sampling; empty lists for other samplers."""
-        behind = layout.drafts() if self.sampler.uses_drafts else {}
+        """The draft tokens that follow every sampled node, for rejection sampling; empty lists for other samplers."""
+        drafts = layout.drafts() if self.sampler.uses_drafts else {}
         nodes = layout.sampled_nodes.tolist()
-        return [behind.get(node, []) for node in nodes] if behind else [[]] * len(nodes)
+        return [drafts.get(node, []) for node in nodes] if drafts else [[]] * len(nodes)
 
     def _branches(self, layout: StepLayout) -> list[list[int] | None]:
         """The tokens from `c` to each sampled node, which processors see as the end of the text.

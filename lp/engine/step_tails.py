@@ -109,30 +109,30 @@ class StepTails:
             copies them there, else on the device; they are valid once the device is done. None: no graph fits these
             sequences.
         """
-        passes = [own.step_sampler for own in texts]
-        places = self._take_places(passes, running)
-        tail = self.tail(step, logits_BV, passes, num_logits)
+        step_samplers = [own.step_sampler for own in texts]
+        places = self._take_places(step_samplers, running)
+        tail = self.tail(step, logits_BV, step_samplers, num_logits)
         if tail is None:
             return None
-        self._use_memory(passes)
+        self._use_memory(step_samplers)
         tail.run(
             [TextInTail(place, own.step_sampler.sampler, *own[1:]) for place, own in zip(places, texts, strict=True)]
         )
-        sharded = passes[0].sharded
+        sharded = step_samplers[0].sharded
         if sharded and tail.heads is not None:
             sharded.heads = tail.heads
         messages = tail.on_host if on_host and tail.on_host is not None else tail.messages
         return [messages[place] for place in places]
 
-    def go_together(self, passes: Sequence[StepSampler]) -> list[StepSampler]:
+    def go_together(self, step_samplers: Sequence[StepSampler]) -> list[StepSampler]:
         """Select the sequences of a step that one captured graph can sample together.
 
         They are the first sequence that a graph can sample, and all others whose sampling settings fit the first.
 
         Args:
-            passes: samplers of the sequences in the step.
+            step_samplers: samplers of the sequences in the step.
         """
-        able = [own for own in passes if own.sampler.rules is not None and (self.alone or not own.sharded)]
+        able = [own for own in step_samplers if own.sampler.rules is not None and (self.alone or not own.sharded)]
         noise = {own.sampler.noise.shape for own in able[:1] if own.sampler.noise}
         together = []
         for own in able:
@@ -144,14 +144,14 @@ class StepTails:
         return together
 
     def tail(
-        self, step: CapturedStep, logits_BV: torch.Tensor, passes: Sequence[StepSampler], num_logits: int
+        self, step: CapturedStep, logits_BV: torch.Tensor, step_samplers: Sequence[StepSampler], num_logits: int
     ) -> CapturedTail | None:
         """Find or capture the CUDA graph that samples some sequences after the forward pass of a step.
 
         Args:
             step: the captured step.
             logits_BV: tensor in which the forward pass leaves its logits.
-            passes: samplers of the sequences.
+            step_samplers: samplers of the sequences.
             num_logits: how many top-k logits of each node the messages have.
 
         Returns:
@@ -160,44 +160,44 @@ class StepTails:
         Raises:
             torch.OutOfMemoryError: the device is full, and every step computes one sequence.
         """
-        key = self._key(passes, num_logits)
+        key = self._key(step_samplers, num_logits)
         if key not in step.tails:
             if not self.alone:
                 self._seen[key] += 1
                 if self._seen[key] <= captured_steps.UNCAPTURED:
                     return _serving(step, key)
             self._steps[id(step)] = step
-            step.tails[key] = self._captured(step, logits_BV, passes, key)
+            step.tails[key] = self._captured(step, logits_BV, step_samplers, key)
             while len(step.tails) > MOST_TAILS:
                 del step.tails[next(iter(step.tails))]
         tail: CapturedTail | None = step.tails.pop(key)
-        step.tails[key] = tail  # behind the others, which go before it
+        step.tails[key] = tail  # the newest is last: those before it go first
         return tail
 
-    def lacks(self, step: CapturedStep, passes: Sequence[StepSampler], num_logits: int) -> bool:
+    def lacks(self, step: CapturedStep, step_samplers: Sequence[StepSampler], num_logits: int) -> bool:
         """Whether the graph that samples these sequences after the step is not captured yet.
 
         Args:
             step: the captured step.
-            passes: samplers of the sequences.
+            step_samplers: samplers of the sequences.
             num_logits: how many top-k logits of each node the messages have.
         """
-        return self._key(passes, num_logits) not in step.tails
+        return self._key(step_samplers, num_logits) not in step.tails
 
-    def _key(self, passes: Sequence[StepSampler], num_logits: int) -> _TailKey:
-        call = CallRules.of([_rules(own) for own in passes], any(own.sampler.noise for own in passes))
-        shape = TailShape(self._room, passes[0].shape, num_logits, self.compared)
-        return _TailKey(call, shape, _memory_key(passes))
+    def _key(self, step_samplers: Sequence[StepSampler], num_logits: int) -> _TailKey:
+        call = CallRules.of([_rules(own) for own in step_samplers], any(own.sampler.noise for own in step_samplers))
+        shape = TailShape(self._room, step_samplers[0].shape, num_logits, self.compared)
+        return _TailKey(call, shape, _memory_key(step_samplers))
 
     def _captured(
-        self, step: CapturedStep, logits_BV: torch.Tensor, passes: Sequence[StepSampler], key: _TailKey
+        self, step: CapturedStep, logits_BV: torch.Tensor, step_samplers: Sequence[StepSampler], key: _TailKey
     ) -> CapturedTail | None:
         assert self.runner.captured
-        recorder, functions = self.runner.captured.recorder, _rules(passes[0])
+        recorder, functions = self.runner.captured.recorder, _rules(step_samplers[0])
         try:
-            memory = self._memory(passes)
+            memory = self._memory(step_samplers)
             return CapturedTail(
-                recorder, step.tensors, logits_BV, key.rules, functions, memory, key.shape, passes[0].sharded
+                recorder, step.tensors, logits_BV, key.rules, functions, memory, key.shape, step_samplers[0].sharded
             )
         except (CaptureFailed, torch.OutOfMemoryError) as error:
             if self.alone and isinstance(error, torch.OutOfMemoryError):
@@ -205,24 +205,24 @@ class StepTails:
             logger.info("sampling is not captured: %s", error)
             return None
 
-    def _memory(self, passes: Sequence[StepSampler]) -> SamplerMemory:
+    def _memory(self, step_samplers: Sequence[StepSampler]) -> SamplerMemory:
         """The device memory in which tails find noise and token counts; it is allocated when first needed."""
         assert self.runner.captured
         memory = self.runner.captured.shared if self.alone else self._own_memory
         found: list[torch.Tensor | None] = []
         for kind in KINDS:
-            owner = next((getattr(own.sampler, kind) for own in passes if getattr(own.sampler, kind)), None)
+            owner = next((getattr(own.sampler, kind) for own in step_samplers if getattr(own.sampler, kind)), None)
             if owner is not None and (kind, owner.shape) not in memory:
                 memory[kind, owner.shape] = owner.buffer(self._room)
             found.append(None if owner is None else memory[kind, owner.shape])
         return SamplerMemory(*found)
 
-    def _take_places(self, passes: Sequence[StepSampler], running: Collection[Sampler]) -> list[int]:
+    def _take_places(self, step_samplers: Sequence[StepSampler], running: Collection[Sampler]) -> list[int]:
         """The places of texts in memory. A text keeps its place as long as it takes steps, with a tail or without."""
         for sampler in [*self._places]:
             if sampler not in running:
                 del self._places[sampler]
-        samplers = [own.sampler for own in passes]
+        samplers = [own.sampler for own in step_samplers]
         taken = {*self._places.values()}
         free = (place for place in range(self.most_texts) if place not in taken)
         for sampler in samplers:
@@ -236,10 +236,10 @@ class StepTails:
                 step.tails.clear()
         return [self._places[sampler] for sampler in samplers]
 
-    def _use_memory(self, passes: Sequence[StepSampler]) -> None:
+    def _use_memory(self, step_samplers: Sequence[StepSampler]) -> None:
         """Point the samplers' noise and token counts to the memory that their tail reads."""
-        memory = self._memory(passes)
-        for own in passes:
+        memory = self._memory(step_samplers)
+        for own in step_samplers:
             place = self._places[own.sampler]
             if own.sampler.noise is not None and memory.noise_SV is not None:
                 own.sampler.noise.use(memory.noise_SV, place)
@@ -250,9 +250,9 @@ class StepTails:
 KINDS = ("noise", "counts")  # attributes of a sampler that have device memory
 
 
-def _memory_key(passes: Sequence[StepSampler]) -> Hashable:
+def _memory_key(step_samplers: Sequence[StepSampler]) -> Hashable:
     """Key of the samplers' device memory: the shapes of their noise and of their token counts."""
-    owners = [[getattr(own.sampler, kind) for own in passes] for kind in KINDS]
+    owners = [[getattr(own.sampler, kind) for own in step_samplers] for kind in KINDS]
     return tuple(frozenset(owner.shape for owner in kind if owner) for kind in owners)
 
 

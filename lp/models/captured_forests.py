@@ -131,7 +131,7 @@ class CapturedForests:
             replica_of(self.runner.model).wait_for(self._copied)
             self._copied = None
 
-    def message_read(self) -> None:
+    def inputs_read(self) -> None:
         """Note that the host has read the last step's results, so the next step can write its inputs without waiting.
 
         The device is then done with the last step's input block, which the next step overwrites.

@@ -243,7 +243,7 @@ class CapturedSteps:
         assert self.cache is not None
         key = self.cache.capacity, bucket_of(num_tokens, self.buckets)
         if key not in self._steps:
-            self.cache.flush()  # a capture writes behind the prefix, where what is left to move may lie
+            self.cache.flush()  # a capture writes after the prefix, where what is left to move may lie
             try:
                 self._steps[key] = self.capture(self.cache, BlockShape(key[1], MOVES, 0))
             except CaptureFailed as error:

@@ -221,11 +221,11 @@ def _plain(excerpt: Excerpt, prefix: list[int], nodes: list[int], off: float) ->
     model = excerpt.model
     device = model.get_input_embeddings().weight.device
     texts = torch.tensor([prefix + [nodes[node] for node in branch] for branch in BRANCHES], device=device)
-    behind_prefix = torch.arange(texts.shape[1], device=device)[-DEPTH - 1 :]  # as in a step: see `forward`
+    after_prefix = torch.arange(texts.shape[1], device=device)[-DEPTH - 1 :]  # as in a step: see `forward`
 
     def by_node() -> torch.Tensor:
-        outputs = model(texts, use_cache=False, logits_to_keep=behind_prefix).logits  # (B, DEPTH + 1, E)
-        if outputs.shape[1] > len(behind_prefix):
+        outputs = model(texts, use_cache=False, logits_to_keep=after_prefix).logits  # (B, DEPTH + 1, E)
+        if outputs.shape[1] > len(after_prefix):
             raise UserError("it gives logits of tokens that logits_to_keep leaves out")
         places = {
             node: place

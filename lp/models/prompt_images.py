@@ -107,7 +107,7 @@ class PromptImages:
                 "build both with the model's processor"
             )
         if is_image[-1]:
-            raise UserError("the prompt ends with an image; put some text behind it, such as the chat template's")
+            raise UserError("the prompt ends with an image; put some text after it, such as the chat template's")
         positions = given.get("position_ids")
         return cls(inputs, is_image, _positions(model, prompt, inputs) if positions is None else positions)
 

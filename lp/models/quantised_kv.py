@@ -61,7 +61,7 @@ def dequantised(rows_B: torch.Tensor, kv_dtype: KVDtype, dtype: torch.dtype) -> 
     numbers_D = rows_B[..., :-SCALE_BYTES]
     scale_1 = rows_B[..., -SCALE_BYTES:].clone(memory_format=torch.contiguous_format).view(torch.float32)  # aligned
     if kv_dtype is KVDtype.FP8:
-        # As float16 of a 256th of each, whose bits are the same behind a longer exponent: CPUs turn float8 into others
+        # As float16 of a 256th of each, whose bits are the same after a longer exponent: CPUs turn float8 into others
         # one by one, which takes ten times as long.
         numbers_D = (numbers_D.to(torch.int16) << 7 & ~(1 << 14)).view(torch.float16)
         scale_1 = scale_1 * 256

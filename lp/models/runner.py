@@ -236,7 +236,7 @@ class ModelRunner:
                 if backend is backends[-1]:
                     raise
                 refusals.append(str(error))
-                self._known.clear()  # of a pass that may have ended behind the first layer
+                self._known.clear()  # of a pass that may have ended after the first layer
         self._knows_all = bool(self._known)
         if refusals:
             warnings.warn(f"attention is {self.attention}: {'; '.join(refusals)}", stacklevel=2)
@@ -500,7 +500,7 @@ class ModelRunner:
             chunk = min(chunk, self.widths[-1])
         if not self.recurrent:
             return min(left, chunk)
-        count = min(left, max(chunk, 3))  # one token behind others may be computed otherwise: see limits_prompt
+        count = min(left, max(chunk, 3))  # one token after others may be computed otherwise: see limits_prompt
         return count - 1 if left - count == 1 else count
 
     def prompt_pass(
@@ -696,7 +696,7 @@ class ModelRunner:
             views.append(StepView(seen, own_positions, cache.length, None, None, self.masks.dtype))
         indices = [start + index for start, tree in zip(starts, trees, strict=False) for index in tree.logits_indices]
         # A number: those of all tokens, which need no gathering. For the last ones, too, a number would do; but Gemma 4
-        # then drops the others before it applies the mask, which has no parts behind that. A model gives at least one.
+        # then drops the others before it applies the mask, which has no parts after that. A model gives at least one.
         indices += [0] * (self.padded(len(indices) or 1) - len(indices))
         slices_masks = len(trees) > 1 and bool(getattr(self.config, "num_kv_shared_layers", None))
         keeps_all = indices == [*range(starts[-1])] and not slices_masks
