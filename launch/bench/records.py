@@ -83,8 +83,8 @@ class RecordFile:
     """A record file open for appending, by one process at a time; knows which prompts are finished.
 
     Args:
-        path: the file; created with its folder if missing. An incomplete end, or a last prompt without all methods, is
-            cut off.
+        path: the file; created with its folder if missing. Incomplete records at its end are cut off, and so is a last
+            prompt that lacks some of the methods.
         methods: names of the methods; every prompt has a record of each, in this order.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Text of a benchmark's tables: a line for each setting and method, and captions with the settings that all share."""
+"""Text of a benchmark's tables: a line for each setting and method, and captions with the settings of all lines."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def common(found: Sequence[Total]) -> dict[str, Any]:
 
 
 def table_of(found: Sequence[Total]) -> tuple[list[str], list[list[str]]]:
-    """Heads and lines of a table: a column for each setting that differs, for HEADS, and for MORE where not empty.
+    """Column heads and lines of a table: a column for each setting that differs, then HEADS, then MORE if not empty.
 
     Args:
         found: totals, one for each line.
@@ -103,7 +103,7 @@ def spread(values: Sequence[float]) -> str:
 
 
 def peak(total: Total) -> str:
-    """The cell with the most memory that a rank took, in MiB, as in "1,234"; "-" where it was not measured.
+    """The cell with the peak memory of the rank that took most, in MiB, as in "1,234"; "-" where it was not measured.
 
     Args:
         total: the line's totals.
@@ -199,7 +199,7 @@ def caption(found: Sequence[Total]) -> str:
 
 
 def notes(found: Sequence[Total]) -> list[str]:
-    """Lines for below a table: how many rounds were measured, and warnings about the times, as of a busy machine.
+    """Lines for below a table: how many rounds were measured, and warnings about the times, such as a busy machine.
 
     Args:
         found: totals, one for each line.
