@@ -1,4 +1,4 @@
-"""`lp benchmark`: measure methods on the prompts of a task, with a record for each; an interrupted run goes on later.
+"""`lp benchmark`: measure methods on the prompts of a task, with a record for each; an interrupted run can be continued.
 
 Methods alternate prompt by prompt, so that drift of the machine hits all alike. A method whose steps the ranks do not
 share runs on rank 0 alone, while the others wait. `--cfg job` shows the keys.

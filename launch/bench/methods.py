@@ -72,7 +72,7 @@ def missing_methods(config: BenchmarkConfig, methods: Iterable[str]) -> dict[str
 
 
 def check_divisible(config: BenchmarkConfig, methods: list[str]) -> None:
-    """Refuse baselines and quality=true where parallel.tp splits the model over ranks: they need a whole model on a rank.
+    """Refuse baselines and quality=true where parallel.tp splits the model over ranks: both need a whole model.
 
     Args:
         config: the benchmark's config.

@@ -56,7 +56,7 @@ def settle_threads(model: nn.Module) -> str:
 
 
 def fastest(seconds: dict[int, float], usual: int) -> int:
-    """The number of threads to take: the usual one, unless another is clearly faster.
+    """The number of threads to take: the usual one, unless another takes less than 0.9 (WORTH) of its time.
 
     Args:
         seconds: measured seconds by number of threads.
