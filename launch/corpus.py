@@ -1,9 +1,9 @@
 """`lp corpus build|watch FOLDER --model MODEL -o FILE`: index a folder's files, so that the pool drafts from them.
 
-Where the last generated tokens also occur in these files, the pool drafts the tokens that follow there
-(pool.corpora=[FILE]). Files that .gitignore names and binary files are left out. A second build reads only files that
-have changed. `watch` builds the corpus and keeps it up to date while the files are edited, until Ctrl-C. The corpus
-holds the files' text: keep it where the files themselves may be.
+Where the last generated tokens also occur in these files, the n-gram pool, from which lookahead decoding drafts, drafts
+the tokens that follow there (pool.corpora=[FILE]). Files that .gitignore names and binary files are left out. A second
+build reads only files that have changed. `watch` builds the corpus and keeps it up to date while the files are edited,
+until Ctrl-C. The corpus holds the files' text: keep it where the files themselves may be.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ def known_texts(path: Path, listing: Listing) -> dict[tuple[str, int, int], np.n
 
 
 def own_files(folder: Path, path: Path) -> Callable[[str], bool]:
-    """Make a test that says whether a file is one of the corpus' own, which must not be indexed or watched.
+    """Make a function that says whether a file is one of the corpus' own, which must not be indexed or watched.
 
     Args:
         folder: the folder that is indexed.

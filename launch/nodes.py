@@ -268,7 +268,10 @@ def follow(nodes: Nodes, arguments: Sequence[str], timeout_s: float, start: Star
 
 
 def code_of(error: BaseException) -> int:
-    """The exit code of an app that ends with an error: 2 for a user error, 130 for Ctrl-C, SystemExit's own, else 1."""
+    """The exit code of an app that ends with an error: 2 for a user error, 130 for Ctrl-C, else 1.
+
+    A SystemExit keeps its own code.
+    """
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     if isinstance(error, KeyboardInterrupt):

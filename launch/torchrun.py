@@ -53,7 +53,8 @@ def forward(number: int, ends: bool) -> None:
 
     Args:
         number: the signal's number.
-        ends: whether the ranks end after it, so that torchrun must not start new ones in their place (MAX_RESTARTS).
+        ends: whether the signal ends the ranks. torchrun must then not start new ranks in their place, as it would
+            under --max-restarts.
     """
     asked = children()
     signal_children(number)

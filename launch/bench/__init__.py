@@ -1,1 +1,1 @@
-"""Benchmarks: methods run in alternation, their records, totals, tables, plots and reports, and other libraries."""
+"""Benchmarks: methods run in alternation, their records, totals, tables and plots, and other libraries' decoders."""

@@ -166,8 +166,8 @@ class Prediction:
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
         """Compute the scores (V,), the highest of which belongs to the sampled token.
 
-        They are the logits after the logits processors, plus Gumbel noise if tokens are sampled. The noise depends only
-        on the seed and the token's position.
+        The scores are the logits after the logits processors, plus Gumbel noise if tokens are sampled. The noise
+        depends only on the seed and the token's position.
 
         Args:
             logits: (V,) float64: `self.logits`, or a copy of them that rounding has moved.

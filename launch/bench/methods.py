@@ -92,7 +92,7 @@ def check_divisible(config: BenchmarkConfig, methods: list[str]) -> None:
 
 
 def check_kv_dtype(config: BenchmarkConfig, methods: Iterable[str]) -> None:
-    """Refuse baselines together with model.kv_dtype: their caches keep the model's dtype, so tokens would not compare.
+    """Refuse baselines together with model.kv_dtype: their caches keep the model's dtype, so tokens cannot be compared.
 
     Args:
         config: the benchmark's config.

@@ -93,7 +93,7 @@ def method_numbers(methods: Iterable[str]) -> dict[str, int]:
         methods: names of the methods in a figure, in its order.
 
     Returns:
-        For each method, the colour's index in COLOURS; an index beyond the last colour begins again with the first.
+        For each method, the colour's index in COLOURS; indices beyond the last colour wrap around to the first.
     """
     methods = list(dict.fromkeys(methods))
     taken = {OF_METHODS.index(method) for method in methods if method in OF_METHODS}
@@ -327,7 +327,7 @@ LENGTHS = ((0, 0), (1, 1), (2, 2), (3, 3), (4, 7), (8, 15), (16, 31), (32, 10**6
 
 
 def accepted_plot(found: Sequence[Total], caption: str, path: Path) -> Path:
-    """Plot how many draft tokens decode steps accept: a bar is the share of a method's steps that accept so many.
+    """Plot how many draft tokens the decode steps of each method accept, as shares of the method's steps.
 
     Args:
         found: totals by method.

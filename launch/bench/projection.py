@@ -28,7 +28,7 @@ from .one_rank import Decode, RecordedCollectives, check_alike, idle_model, reco
 class Link:
     """A model of the connection between ranks, which gives the seconds of a ring all-gather.
 
-    These are latency plus bytes / bandwidth.
+    The time is latency plus bytes / bandwidth.
 
     Args:
         base_us: microseconds that every collective takes, whatever its size and the number of ranks.

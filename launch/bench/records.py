@@ -1,4 +1,4 @@
-"""Record files of benchmarks: one JSON object a line for each prompt and method, appended as it is measured.
+"""Record files of benchmarks: one JSON object per line for each prompt and method, appended as it is measured.
 
 The records of one prompt are one write, which is on the disk before the next prompt begins. A killed process leaves at
 most an incomplete end, which the next run cuts off: no written record is lost, and none is written twice.
@@ -43,7 +43,7 @@ def slug(name: str) -> str:
 
 
 def load_records(path: str | Path) -> list[Record]:
-    """Read the records in a file, or in all *.jsonl files below a folder, in the order of their names.
+    """Read the records in a file, or in all *.jsonl files in a folder and its subfolders, sorted by path.
 
     A last line without a line end was not written completely, and is skipped.
 

@@ -56,7 +56,7 @@ Once = Callable[[list[int], int], GenerationOutput]
 class Bench(Session[BenchmarkConfig]):
     """A loaded model with the methods that a benchmark measures; each is called alike, whichever ranks run it.
 
-    The arguments of `Session` come first.
+    It also takes the arguments of its base class `Session`.
 
     Args:
         runs: functions that decode a prompt once, by method; arguments are the prompt's token ids and the most new
@@ -72,7 +72,7 @@ class Bench(Session[BenchmarkConfig]):
     origin: dict[str, str | None] = field(default_factory=dict)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt; with prompt_tokens=N in the config, other prompts before it fill it up to N tokens.
+        """Token ids of a prompt; prompt_tokens=N in the config puts other prompts before it until it has N tokens.
 
         Args:
             prompt: one of `prompts`.
@@ -149,8 +149,8 @@ class Bench(Session[BenchmarkConfig]):
             index: the prompt's index in the task.
             prompt: the prompt.
             measured: the methods' results on the prompt.
-            shares: figures of each rank by method, from the method `shares`.
-            found: differences from plain decoding, from the method `compared`.
+            shares: figures of each rank that `Bench.shares` returned, by method.
+            found: differences from plain decoding that `Bench.compared` returned; None where nothing was compared.
         """
         ids = self.encode(prompt)
         by_method = {difference.method: difference for difference in found or []}

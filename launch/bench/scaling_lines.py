@@ -96,7 +96,7 @@ class Line:
         return asdict(self)
 
     def cells(self) -> list[str]:
-        """The line's cells as text, in the order of HEADS."""
+        """The line's cells as text, in the order of HEADS, the column heads of the table."""
         kind = self.kind if self.link is None else f"**{self.kind}**, {self.link}"
         shape = ["-" if value is None else str(value) for value in (self.W, self.G)]
         speeds = ["-" if self.speedup is None else f"{self.speedup:.2f}x"]

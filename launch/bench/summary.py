@@ -65,7 +65,10 @@ def common(found: Sequence[Total]) -> dict[str, Any]:
 
 
 def table_of(found: Sequence[Total]) -> tuple[list[str], list[list[str]]]:
-    """Column heads and lines of a table: a column for each setting that differs, then HEADS, then MORE if not empty.
+    """Make the column heads and the lines of a table.
+
+    A column for each setting that differs comes first, then the figures that every table has (HEADS), then those of
+    MORE that at least one line has.
 
     Args:
         found: totals, one for each line.
@@ -79,6 +82,8 @@ def table_of(found: Sequence[Total]) -> tuple[list[str], list[list[str]]]:
 
 def verdict(prompts: int, differing: int, near_ties: int) -> str:
     """The cell that compares a method's texts with plain decoding's: "equal", or "2 of 20 part at near-ties".
+
+    The latter says that 2 of 20 texts differ, and that rounding explains where each of them first differs.
 
     Args:
         prompts: how many prompts were compared.
@@ -127,7 +132,7 @@ def solved(total: Total) -> str:
 
 
 def cells(total: Total, names: Sequence[str]) -> list[str]:
-    """The cells of a line: the values of some settings, then those of HEADS.
+    """The cells of a line: the values of some settings, then the figures that every table has (HEADS).
 
     Args:
         total: the line's totals.

@@ -75,7 +75,7 @@ class PipeConsole(Console):
     """A rich console that raises BrokenPipeError when a pipe's reader has left, where rich would end the process."""
 
     def on_broken_pipe(self) -> None:
-        """Raise the BrokenPipeError again that is being handled; rich calls this hook, and would end the process in it.
+        """Raise the BrokenPipeError that is being handled once more; rich's own version of this hook ends the process.
 
         Raises:
             BrokenPipeError: the error that is being handled.

@@ -179,7 +179,7 @@ class Total:
 
     @property
     def accepted(self) -> dict[int, int]:
-        """How many decode steps accepted 0, 1, 2, ... draft tokens, by that number."""
+        """Number of decode steps that accepted 0, 1, 2, ... draft tokens, by the number of accepted tokens."""
         found: dict[int, int] = {}
         for record in self.records:
             for length, count in (record.get("accepted") or {}).items():
@@ -246,7 +246,7 @@ class Total:
 
 
 def totals(records: Iterable[Record]) -> list[Total]:
-    """Add up records by setting and method, in the order in which these first come.
+    """Add up records into one total for each setting and method, in the order in which their first records come.
 
     Args:
         records: records of any settings and methods.

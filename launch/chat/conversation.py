@@ -102,7 +102,7 @@ class Chat:
     ended: bool = False
 
     def run(self) -> None:
-        """Greet the user, then read lines and act on each until the input ends or /exit."""
+        """Greet the user, then read lines and act on each, until the input ends or the user types /exit."""
         self._greet()
         while not self.ended:
             line = self.context.share_text(self.keyboard.read() if self.keyboard else None, "waiting for a line")

@@ -35,7 +35,7 @@ class Settings:
 
     @classmethod
     def of(cls, config: ChatConfig) -> Settings:
-        """Build the settings with which a chat begins from the chat's config.
+        """Build a chat's first settings from the chat's config.
 
         Args:
             config: the chat's config.

@@ -32,7 +32,8 @@ def take_prompt(args: Sequence[str], positional: bool) -> list[str]:
 
     Args:
         args: the arguments after the app's name.
-        positional: whether a text by itself is a prompt. KEY=VALUE is never taken as one; anything after `--` is.
+        positional: whether a text by itself is a prompt. If so, KEY=VALUE still is none, but anything after `--` is
+            one.
 
     Returns:
         The other arguments, which are Hydra's.
@@ -113,7 +114,7 @@ def quoted(text: str) -> str:
 
 
 def overrides_first(args: Sequence[str]) -> list[str]:
-    """Sort an app's arguments: all overrides first, then Hydra's options, as argparse takes no overrides on both sides.
+    """Put an app's overrides before Hydra's options, since argparse refuses overrides on both sides of the options.
 
     Args:
         args: command line arguments, without a prompt.

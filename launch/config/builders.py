@@ -80,7 +80,7 @@ def guess_set_sizes(config: Common, names: Iterable[str]) -> dict[str, int]:
 def draft_configs(config: Common, names: Iterable[str]) -> dict[str, DraftConfig]:
     """Settings for drafting tokens, by decoder; decoders that draft nothing are left out.
 
-    These are plain decoding and the oracle (autoregressive).
+    Plain decoding and the oracle (autoregressive) draft nothing.
 
     Args:
         config: the run's config.

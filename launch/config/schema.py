@@ -169,6 +169,9 @@ class AutoregressiveSchema:
 class PoolSchema:
     """How long the n-gram pool lasts, and how large it grows.
 
+    The pool keeps n-grams of texts and files. Where the last tokens of a text are the beginning of such an n-gram, it
+    drafts the rest of the n-gram.
+
     Args:
         scope: request, or session, with which it lasts from prompt to prompt.
         mib: most memory, MiB.

@@ -104,10 +104,10 @@ def filled(template: str, record: Mapping[str, Any]) -> str:
 
 
 def load_jsonl(path: str | Path, limit: int | None = None, fields: Fields | None = None) -> list[Prompt]:
-    """Read prompts from a file with one JSON object a line, as in {"task_id": ..., "prompt": ...}.
+    """Read prompts from a file with one JSON object per line, as in {"task_id": ..., "prompt": ...}.
 
-    A line may also have "reference" and "source". Without "task_id", the file's name and the line's number are the
-    name.
+    A line may also have "reference" and "source". Without "task_id", the prompt is named after the file and the line's
+    number.
 
     Args:
         path: the file; blank lines are skipped.

@@ -37,7 +37,7 @@ class WatchedFolder:
     """Tells which files in a folder and its subfolders have changed since the last look.
 
     Args:
-        folder: the folder; those files are watched that `source_files` lists.
+        folder: the folder, of which all files that `source_files` lists are watched.
         leaves_out: takes a path relative to the folder, and returns whether that file is left out.
 
     Attributes:

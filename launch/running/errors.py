@@ -34,7 +34,7 @@ OURS = ("lp", "launch", "__main__")
 
 @contextlib.contextmanager
 def reported() -> Iterator[None]:
-    """Within the block, an error that a user can mend becomes one line on stderr and an exit code.
+    """Within the block, an error that a user can fix becomes one line on stderr and an exit code.
 
     An error that is a bug is raised as usual, with its traceback.
 

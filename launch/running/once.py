@@ -1,7 +1,8 @@
 """Print once what every rank would print, such as an error that all ranks have.
 
-For an error the ranks agree through torchrun's store, which exists before the first rank starts and until the last one
-has ended. So it does not matter how much later one rank fails than another, or how soon torchrun ends the others.
+The ranks agree which of them prints, through torchrun's store. It exists before the first rank starts and until the
+last one has ended. So it does not matter how much later one rank fails than another, or how soon torchrun ends the
+others.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def _torchrun_store() -> dist.Store | None:
 
 @contextlib.contextmanager
 def on_rank_0(context: ParallelContext, file: TextIO) -> Iterator[TextIO]:
-    """Within the block, a file to which only rank 0 really prints: `file` there, /dev/null on other ranks.
+    """Give the block a file to print to: `file` on rank 0, /dev/null on other ranks.
 
     Args:
         context: this rank's context.

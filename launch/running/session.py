@@ -127,7 +127,7 @@ class Session(Generic[C]):
     def oracle_tokens(self, ids: list[int], tokens: int, outputs: Mapping[str, GenerationOutput]) -> list[int]:
         """Tokens with which transformers' own decoding continues a prompt, as the reference for a decoder's tokens.
 
-        With exact=bitwise the reference is lp's plain decoding instead, whose logits lookahead then promises bit for
+        With exact=bitwise the reference is lp's plain decoding instead, whose logits lookahead then reproduces bit for
         bit.
 
         Args:
@@ -199,7 +199,7 @@ def open_session(config: Config) -> Session[Config]:
         config: the run's config.
 
     Raises:
-        ValueError: a user error, with its remedy.
+        ValueError: a value of the config is wrong, or the model cannot be loaded; the message names the remedy.
     """
     others = METHODS[config.decoder.name == "lookahead" :]  # measuring its step times takes seconds
     others = tuple(name for name in others if config.compare and name != config.decoder.name)
@@ -269,7 +269,7 @@ def checked(config: Tasked, names: Iterable[str]) -> tuple[list[Prompt], lp.Samp
         The prompts, the sampling (None is greedy), and the builders by decoder.
 
     Raises:
-        ValueError: a user error, with its remedy.
+        ValueError: a value of the config is wrong, or a file is missing; the message names the remedy.
     """
     check(config)
     return read_prompts(config), sampling_of(config), decoder_builders(config, names)
@@ -313,7 +313,7 @@ def open_model(config: Common) -> tuple[lp.ParallelContext, Loaded]:
     """Join the other ranks, and load model and tokenizer on this rank's device.
 
     Raises:
-        ValueError: a user error, with its remedy.
+        ValueError: a value of the config is wrong, or the model cannot be loaded; the message names the remedy.
     """
     context = open_context(config)
     return context, load_model(config, context)
@@ -345,10 +345,10 @@ def say_how_it_runs(context: lp.ParallelContext, loaded: Loaded) -> None:
 
 
 def load_model(config: Common, context: lp.ParallelContext) -> Loaded:
-    """Load model and tokenizer on this rank's device, while a line says so.
+    """Load model and tokenizer on this rank's device, and tell the user about the wait.
 
     Raises:
-        ValueError: a user error, with its remedy.
+        ValueError: the model cannot be loaded, or has no weights; the message names the remedy.
     """
     model = config.model
     if model.name in SHAPES:
@@ -391,7 +391,7 @@ def check_common(config: Common) -> None:
 def check_forgets(config: Common, run: str) -> None:
     """Refuse an n-gram pool that remembers earlier texts, where a run generates each text several times.
 
-    From the second time on, such a pool would draft a text from its first time, and the figures would be too good.
+    Such a pool would draft each repetition from the first time, so that the figures would be too good.
 
     Args:
         config: the run's config.
@@ -411,13 +411,13 @@ def check_forgets(config: Common, run: str) -> None:
 
 
 def known_device(device: str) -> str:
-    """The config's device, if torch knows such a device; "auto" stays.
+    """Check that torch knows the config's device, and return its name as torch writes it; "auto" is returned as it is.
 
     Args:
         device: "auto", "cpu", "cuda" or "cuda:<number>".
 
     Raises:
-        ValueError: names the device.
+        ValueError: names a device that torch does not know.
     """
     if device == "auto":
         return device

@@ -18,7 +18,7 @@ def tensors_counted(wait: Wait) -> Iterator[None]:
     """Within the block, transformers draws no progress bar: the tensors that it has loaded are counted in `wait`.
 
     Args:
-        wait: its numbers of finished and of all items are set to those of loaded and of all tensors.
+        wait: the wait whose `done` is set to the number of loaded tensors, and `total` to that of all tensors.
     """
 
     class Counted(tqdm):

@@ -53,7 +53,7 @@ class Baseline:
     """A registered baseline: how its decoder is built, and on which ranks it runs.
 
     Args:
-        build: builds the decoder.
+        build: function that builds the decoder for a loaded model.
         all_ranks: whether all ranks build and run it together; otherwise it runs on rank 0 alone.
         missing: called before any model is loaded; returns why the baseline cannot run here, with the remedy, or None
             if it can run.
@@ -71,7 +71,7 @@ BuildT = TypeVar("BuildT", bound=Build)
 def needs_package(name: str, extra: str) -> Missing:
     """Make the `missing` function of a baseline that needs a package and nothing else.
 
-    The made function returns None if the package is installed, else a message that says how to install it.
+    That function returns None if the package is installed, else a message that says how to install it.
 
     Args:
         name: name of the package.

@@ -1,13 +1,13 @@
 """Run a program under limits. execution.py starts this script as a process; it needs only the standard library.
 
 Standard input is one JSON object: program, memory_bytes, file_bytes, cpu_s, passed. Standard output is one line of
-JSON: {"outcome": ..., "files": ...}. The outcome is the text `passed` where the program ran to its end, else the name
-of the exception that ended it; a program that ends the process itself leaves no output. `files` says whether the kernel
-keeps the program from writing outside its working folder. A program cannot
+JSON: {"outcome": ..., "files": ...}. The outcome is the input's string `passed` if the program ran to its end, else the
+name of the exception that ended it; a program that ends the process itself leaves no output. `files` says whether the
+kernel keeps the program from writing outside its working folder. A program cannot
 
 - open a socket, start a process, or signal one: the kernel refuses these system calls (seccomp);
 - write outside the working folder, where the kernel has Landlock (Linux 5.13);
-- take more memory, CPU seconds or bytes of a file than it is given.
+- take more memory or CPU seconds, or write larger files, than the input allows.
 
 It can read what this user may read; nothing of that leaves the process.
 """
