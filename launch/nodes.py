@@ -171,7 +171,9 @@ class Leader:
 
 @contextlib.contextmanager
 def leading(nodes: Nodes, arguments: Sequence[str], timeout_s: float) -> Iterator[Leader]:
-    """On node 0, wait until all other nodes have connected, lead them within the block, and send them the exit code.
+    """Wait on node 0 until all other nodes have connected, and lead them within the block.
+
+    At the end of the block the other nodes get the exit code.
 
     Args:
         nodes: the run's nodes.

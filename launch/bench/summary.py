@@ -176,7 +176,7 @@ def short(value: Any) -> str:
 
 
 def markdown(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown.
+    """Write a table in Markdown, as a string.
 
     Args:
         heads: heads of the columns.

@@ -36,7 +36,7 @@ class Result:
         text: the generated text, or its beginning if Ctrl-C ended it.
         shown: output of the decoding that generated this text.
         measured: results of the methods, by method; empty if Ctrl-C came before the last method was measured.
-        differences: for each method whose tokens differ from plain decoding's, the first token that differs.
+        differences: one difference for each method whose tokens differ from plain decoding's, at its first such token.
     """
 
     prompt: Prompt
