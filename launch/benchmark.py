@@ -1,4 +1,4 @@
-"""`lp benchmark`: measure methods on the prompts of a task, with a record for each; an interrupted run goes on later.
+"""`lp benchmark`: measure methods on the prompts of a task, with a record for each; an interrupted run can continue.
 
 Methods alternate prompt by prompt, so that drift of the machine hits all alike. A method whose steps the ranks do not
 share runs on rank 0 alone, while the others wait. `--cfg job` shows the keys.
@@ -44,7 +44,7 @@ def benchmark(config: BenchmarkConfig, models: ModelCache | None = None) -> floa
 
     Raises:
         SystemExit: code 130 after Ctrl-C; the records of all finished prompts are on the disk and in the printed table.
-        ValueError: a user error.
+        ValueError: a value of the config is wrong, or the model cannot be loaded; the message names the remedy.
     """
     bench = open_bench(config, models or _shared_model())
     file = on_main(bench.context, partial(RecordFile, bench.path, list(bench.runs)))

@@ -72,7 +72,7 @@ def run_tool(name: str, args: Sequence[str]) -> None:
 
     Args:
         name: a key of TOOLS; the tool's module in launch/ has this name.
-        args: the arguments behind the name.
+        args: the arguments after the name.
 
     Raises:
         SystemExit: the exit code, where the tool fails or the options are wrong.
@@ -92,11 +92,11 @@ def run_tool(name: str, args: Sequence[str]) -> None:
 
 
 def start(name: str, args: Sequence[str]) -> None:
-    """Run an app as `lp NAME ...` does: answer `--help`, compile lp's functions where that pays, hand over to Hydra.
+    """Run an app as `lp NAME ...` does: answer `--help`, compile lp's numba functions where that pays, and start Hydra.
 
     Args:
         name: a key of APPS.
-        args: the arguments behind the name.
+        args: the arguments after the name.
 
     Raises:
         SystemExit: the exit code, where the app fails.
@@ -160,10 +160,10 @@ def own_arguments(name: str, args: Sequence[str]) -> list[str]:
 
     Args:
         name: the app, a key of APPS.
-        args: the arguments behind the name, as in ["in.jsonl", "out.jsonl", "W=4"].
+        args: the arguments after the name, as in ["in.jsonl", "out.jsonl", "W=4"].
 
     Returns:
-        Overrides and options for Hydra, as in ["input=in.jsonl", "out=out.jsonl", "W=4"].
+        Overrides and options for Hydra, as in ["input='in.jsonl'", "out='out.jsonl'", "W=4"].
 
     Raises:
         UserError: more than one prompt, or too many files.
@@ -175,8 +175,8 @@ def own_arguments(name: str, args: Sequence[str]) -> list[str]:
 def needs_compiled(app: App, overrides: Sequence[str]) -> bool:
     """Whether lp's numba functions must be compiled before this run starts, since it measures or serves.
 
-    Decided from the command line alone, before Hydra has read the config; runs that only show help or the config need
-    none.
+    This is decided from the command line alone, before Hydra has read the config. Runs that only show help or the
+    config need no compiled functions.
 
     Args:
         app: the app that is started.

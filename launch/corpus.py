@@ -1,9 +1,9 @@
 """`lp corpus build|watch FOLDER --model MODEL -o FILE`: index a folder's files, so that the pool drafts from them.
 
-Where the last generated tokens also occur in these files, the pool drafts the tokens that follow there
-(pool.corpora=[FILE]). Files that .gitignore names and binary files are left out. A second build reads only files that
-have changed. `watch` builds the corpus and keeps it up to date while the files are edited, until Ctrl-C. The corpus
-holds the files' text: keep it where the files themselves may be.
+Where the last generated tokens also occur in these files, the n-gram pool, from which lookahead decoding drafts, drafts
+the tokens that follow there (pool.corpora=[FILE]). Files that .gitignore names and binary files are left out. A second
+build reads only files that have changed. `watch` builds the corpus and keeps it up to date while the files are edited,
+until Ctrl-C. The corpus holds the files' text: keep it where the files themselves may be.
 """
 
 from __future__ import annotations
@@ -163,12 +163,12 @@ class TextReader:
     Args:
         folder: the folder in which the files lie.
         tokenizer: the model's HF tokenizer.
-        most_bytes: size of the largest file that is read.
+        most_bytes: size of the largest file that is read, in bytes.
 
     Attributes:
-        digest: number that two tokenizers share only if they split every text alike; a corpus of another digest is
+        digest: number that two tokenizers share only if they split every text alike; a corpus with another digest is
             stale.
-        left_out: counts of files without tokens, by reason.
+        left_out: counts of the files that were left out, by reason.
     """
 
     def __init__(self, folder: Path, tokenizer: Any, most_bytes: int) -> None:
@@ -195,7 +195,7 @@ class TextReader:
 
 
 def tokenizer_digest(tokenizer: Any) -> int:
-    """A number that changes when a tokenizer splits texts otherwise, by which a stale corpus is recognised."""
+    """A number that differs between tokenizers that split texts differently, by which a stale corpus is recognised."""
     if getattr(tokenizer, "is_fast", False):
         told = tokenizer.backend_tokenizer.to_str()
     else:
@@ -204,11 +204,11 @@ def tokenizer_digest(tokenizer: Any) -> int:
 
 
 def known_texts(path: Path, listing: Listing) -> dict[tuple[str, int, int], np.ndarray]:
-    """Tokens that an existing corpus has of files, so that a new build need not read them again.
+    """Token ids that an existing corpus holds for its files, so that a new build need not read these files again.
 
     Args:
         path: the corpus file; it need not exist.
-        listing: the new build's folder and tokenizer; a corpus of others has nothing to reuse.
+        listing: the new build's folder and tokenizer; a corpus made with others has nothing to reuse.
 
     Returns:
         Token ids, int32 (L,), by (path, size in bytes, modification time in ns) of the file.
@@ -225,7 +225,7 @@ def known_texts(path: Path, listing: Listing) -> dict[tuple[str, int, int], np.n
 
 
 def own_files(folder: Path, path: Path) -> Callable[[str], bool]:
-    """Make a test that says whether a file is one of the corpus' own, which must not be indexed or watched.
+    """Make a function that says whether a file is one of the corpus' own, which must not be indexed or watched.
 
     Args:
         folder: the folder that is indexed.

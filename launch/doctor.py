@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the abilities of this machine, and those of a model on it if one is named.
+    """Print what works on this machine, and with a model on it if one is named, and why the rest does not.
 
     Args:
         args: the parsed options of `lp doctor`.

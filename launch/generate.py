@@ -41,7 +41,7 @@ def generate(config: Config) -> None:
 
     Raises:
         KeyboardInterrupt: Ctrl-C or SIGTERM came; all text that was generated until then has been shown.
-        ValueError: a user error.
+        ValueError: a value of the config is wrong, or the model cannot be loaded; the message names the remedy.
     """
     if config.compare:
         check_forgets(config, "compare=true")

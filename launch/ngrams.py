@@ -1,8 +1,9 @@
-"""`lp ngrams MODEL`: measure which tokens a model writes behind contexts of 1 to 3 tokens, and store them for the pool.
+"""`lp ngrams MODEL`: measure which tokens a model writes after contexts of 1 to 3 tokens, and store them for the pool.
 
-It needs no data: the model writes texts, and the file has the likeliest next tokens behind their last 1, 2 and 3
-tokens. The pool finds the file in the model's folder (pool.model_ngrams=auto); a file elsewhere is given as
-pool.model_ngrams=PATH. A run that was ended goes on where it stopped when it is started again.
+It needs no data: the model writes texts, and the file has the likeliest next tokens after their last 1, 2 and 3 tokens.
+The n-gram pool, from which lookahead decoding drafts, finds the file in the model's folder (pool.model_ngrams=auto); a
+file elsewhere is given as pool.model_ngrams=PATH. A run that was ended continues where it stopped when it is started
+again.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure a model's n-grams and write them to the file that the pool drafts from.
+    """Measure a model's n-grams and write them to the file that the n-gram pool drafts from.
 
     Args:
         args: the parsed options of `lp ngrams`.

@@ -87,7 +87,7 @@ class Nodes:
             )
 
     def needed(self, ranks: int) -> int:
-        """How many nodes a launch of `ranks` ranks runs on: nodes 0, 1, ... as far as needed."""
+        """How many nodes a launch of `ranks` ranks needs; it takes nodes 0, 1 and so on, up to this number."""
         return 1 if self.count == 1 else math.ceil(ranks / self.nproc)
 
     def place(self, ranks: int, port: int) -> list[str]:
@@ -171,12 +171,14 @@ class Leader:
 
 @contextlib.contextmanager
 def leading(nodes: Nodes, arguments: Sequence[str], timeout_s: float) -> Iterator[Leader]:
-    """Wait on node 0 until all other nodes have come; lead them within the block; send them the exit code at its end.
+    """Wait on node 0 until all other nodes have connected, and lead them within the block.
+
+    At the end of the block the other nodes get the exit code.
 
     Args:
         nodes: the run's nodes.
         arguments: the app's arguments, which must be equal on all nodes.
-        timeout_s: seconds that the other nodes may come later than this one.
+        timeout_s: most seconds to wait for the other nodes.
 
     Raises:
         ValueError: nodes are missing, two have one number, or a node has other arguments.
@@ -268,7 +270,10 @@ def follow(nodes: Nodes, arguments: Sequence[str], timeout_s: float, start: Star
 
 
 def code_of(error: BaseException) -> int:
-    """The exit code of an app that ends with an error: 2 for a user error, 130 for Ctrl-C, SystemExit's own, else 1."""
+    """The exit code of an app that ends with an error: 2 for a user error, 130 for Ctrl-C, else 1.
+
+    A SystemExit keeps its own code.
+    """
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     if isinstance(error, KeyboardInterrupt):

@@ -55,7 +55,7 @@ def profile_model(config: ProfileConfig) -> None:
         config: this job's config.
 
     Raises:
-        ValueError: a user error.
+        ValueError: a value of the config is wrong, or the model cannot be loaded; the message names the remedy.
     """
     check_common(config)
     check_forgets(config, "lp profile")
@@ -149,7 +149,7 @@ def speeds(methods: Mapping[str, Callable[[], GenerationOutput]], rounds: int) -
     """Measure how fast methods decode one text, in alternation after a warm-up.
 
     Args:
-        methods: by name, a function that decodes the text once.
+        methods: functions that decode the text once, by the method's name.
         rounds: how often each method runs; the median counts.
 
     Returns:

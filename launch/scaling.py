@@ -1,9 +1,11 @@
 """`lp scaling`: methods on 1, 2, ... ranks, measured by launches of `lp benchmark`, or projected from one device.
 
-Measured: one launch for each number in `ranks`, on the nodes that it needs. "vs plain" is over plain decoding on one
-device with nothing else running, which is launched too where `ranks` has no 1; a second column is over plain decoding
-on one device of the same launch, whose ranks may share cores. Projected (project=true): every rank's share of the work
-is timed on this device; each table and plot marks these lines. `--cfg job` shows the keys.
+Measured: one launch for each number in `ranks`, on the nodes that it needs. The column "vs plain" is the speed divided
+by that of plain decoding on one device with nothing else running, which is launched too where `ranks` has no 1. A
+second column divides by plain decoding on one device of the same launch, whose ranks may share cores.
+
+Projected (project=true): every rank's part of the work is timed on this device; each table and plot marks these lines.
+`--cfg job` shows the keys.
 """
 
 from __future__ import annotations
@@ -87,7 +89,7 @@ def scaling(config: ScalingConfig) -> None:
         config: this job's config.
 
     Raises:
-        ValueError: a user error.
+        ValueError: a value of the config is wrong, or a node is missing; the message names the remedy.
         SystemExit: a launch failed; the code is that of its ranks.
     """
     nodes = check(config)
@@ -111,7 +113,7 @@ def scaling(config: ScalingConfig) -> None:
 
 
 def run(config: ScalingConfig, leader: Leader, folder: Path, models: ModelCache) -> tuple[list[Line], str]:
-    """Measure and project every split of the ranks once.
+    """Measure and project once: on every number of ranks, with every way to split the model over them.
 
     Args:
         config: this job's config.
@@ -225,10 +227,11 @@ def check_folder(config: ScalingConfig, folder: Path) -> None:
 
 
 def splits_of(config: ScalingConfig) -> list[tuple[int, int]]:
-    """The launches that a config needs, as (ranks, tp): every ranks that a tp divides, preceded by the baselines.
+    """The launches that a config needs, as (ranks, tp): first the baselines, then each number of ranks with each tp.
 
-    A baseline is plain decoding on one replica alone, (tp, tp), over which speed-ups are computed. A launch on which
-    none of the methods can run is left out.
+    Pairs in which tp does not divide the number of ranks are skipped. A baseline is plain decoding on one replica
+    (model copy) alone, (tp, tp), by whose speed others are divided. A launch on which none of the methods can run is
+    left out.
 
     Args:
         config: this job's config; `tp` is how many ranks hold a model between them.
@@ -248,7 +251,7 @@ def _folder_of(config: ScalingConfig, folder: Path, ranks: int, tp: int) -> Path
 def launch_benchmark(
     config: ScalingConfig, folder: Path, ranks: int, nproc: int, place: Sequence[str], tp: int = 1
 ) -> None:
-    """Measure one number of ranks by `lp benchmark` in processes of its own, without prompts that have records.
+    """Measure one number of ranks by `lp benchmark` in processes of its own; prompts that have records are skipped.
 
     Args:
         config: this job's config.
@@ -286,7 +289,9 @@ def _methods(config: ScalingConfig, ranks: int, tp: int = 1) -> list[str]:
 
 
 def fastest(lines: Sequence[Line]) -> str:
-    """A line for the caption: the method and split of the ranks that decode fastest; empty where all lines have one tp.
+    """A line for the caption: the method and split of the ranks that decode fastest.
+
+    Empty if all measured lines have the same tp, the number of ranks that hold a model between them.
 
     Args:
         lines: the lines of the table.

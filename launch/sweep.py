@@ -49,7 +49,11 @@ class SweepEnd(Callback):
         self.jobs: int | None = None
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Before the first job: forget an earlier sweep's failures in the same folder, so that those jobs run again."""
+        """Before the first job: delete an earlier sweep's notes of failed jobs in the same folder, and count the jobs.
+
+        The notes would otherwise be listed as failures of this sweep. If the jobs write benchmark records, a line on
+        stderr says how to continue the sweep after an interruption.
+        """
         self.jobs = count_jobs(config)
         if self.report and config.get("out") is None and rank() == 0:
             print(goes_on(Path(config.hydra.sweep.dir).absolute()), file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""torchrun for users: it shares out the CPU threads, ends with the app's own exit code, and leaves no process behind.
+"""torchrun for users: it divides the CPU threads among ranks, ends with the app's own exit code, and leaves no process.
 
     python -m launch.torchrun --standalone --nproc-per-node 2 -m launch.generate W=7    # options as torchrun takes them
 
@@ -38,11 +38,11 @@ def exit_code(code: int) -> int:
 
 
 def of_ranks(codes: dict[int, int]) -> int:
-    """One exit code for a launch from those of its failed ranks: their code where all have the same, else 1.
+    """Choose the exit code of a launch from those of its failed ranks: their code if all have the same one, else 1.
 
     Args:
-        codes: by rank, its exit code, or -N after signal N. Ranks that SIGTERM ended do not count, as torchrun ends the
-            others so when one fails.
+        codes: exit code of each failed rank, by rank; -N after signal N. Ranks that SIGTERM ended do not count, because
+            torchrun ends the other ranks with it when one fails.
     """
     causes = {code for code in codes.values() if code != -signal.SIGTERM} or {-signal.SIGTERM}
     return exit_code(causes.pop()) if len(causes) == 1 else 1
@@ -53,7 +53,8 @@ def forward(number: int, ends: bool) -> None:
 
     Args:
         number: the signal's number.
-        ends: whether the ranks end after it, so that torchrun must not start new ones in their place (MAX_RESTARTS).
+        ends: whether the signal ends the ranks. torchrun must then not start new ranks in their place, as it would
+            under --max-restarts.
     """
     asked = children()
     signal_children(number)
@@ -77,7 +78,7 @@ def end_with(asked: set[str], number: int) -> None:
 
 
 def children() -> set[str]:
-    """Process ids of the ranks that torchrun has started, as text; none on systems without /proc."""
+    """Process ids of the ranks that torchrun has started, as text; an empty set on systems without /proc."""
     listed = Path(f"/proc/self/task/{os.getpid()}/children")  # Linux only
     return {*listed.read_text().split()} if listed.exists() else set()
 

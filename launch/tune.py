@@ -40,7 +40,7 @@ def tune(config: TuneConfig) -> None:
         config: this job's config.
 
     Raises:
-        ValueError: a user error.
+        ValueError: a value of the config is wrong, or the model cannot be loaded; the message names the remedy.
     """
     session = _open(config)
     context = session.context

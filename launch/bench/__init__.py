@@ -1,1 +1,1 @@
-"""Measuring: methods in alternation, their records, totals, tables, plots and reports, and baselines beside them."""
+"""Benchmarks: methods run in alternation, their records, totals, tables and plots, and other libraries' decoders."""

@@ -18,9 +18,9 @@ class Measured:
 
     Args:
         output: output of the first round.
-        decode_s: median over the rounds of the seconds of decoding, without the prefill.
-        rounds_s: these seconds for every round.
-        peak_bytes: most memory that any round took on this rank; 0 where memory was not measured.
+        decode_s: seconds of decoding without the prefill, the median over the rounds.
+        rounds_s: seconds of decoding without the prefill, in each round.
+        peak_bytes: peak memory of this rank over all rounds; 0 where memory was not measured.
     """
 
     output: GenerationOutput
@@ -35,16 +35,16 @@ def alternate(
     peak: PeakMemory | None = None,
     wait: Wait | None = None,
 ) -> dict[str, Measured]:
-    """Run every method once a round; each round begins with the next method, so that drift hits all alike.
+    """Run every method once per round, each round beginning with another method, so that drift hits all alike.
 
     Args:
-        methods: by name, a function that runs the method once.
+        methods: functions that run a method once, by the method's name.
         rounds: how often every method runs.
-        peak: measures the memory of every run; None measures none.
-        wait: progress display, which counts the runs; None for none.
+        peak: measures the peak memory of each method; None: memory is not measured.
+        wait: progress display that counts the finished runs; None: nothing is displayed.
 
     Returns:
-        By name, the method's output and times.
+        Each method's first output, its times and its peak memory, by name.
     """
     names = list(methods)
     outputs: dict[str, list[GenerationOutput]] = {name: [] for name in names}
@@ -61,10 +61,10 @@ def alternate(
 
 
 def warm_up(methods: Mapping[str, Callable[[], GenerationOutput]]) -> None:
-    """Run every method once unmeasured, so that no figure includes compiling, capturing or first allocations.
+    """Run every method once unmeasured, so that no figure includes compiling, graph capture or first allocations.
 
     Args:
-        methods: by name, a function that runs the method once; few tokens are enough.
+        methods: functions that run a method once, by the method's name; generating a few tokens is enough.
     """
     with waiting("warming up, so that no figure has what a first run does once", len(methods), "runs") as wait:
         alternate(methods, 1, wait=wait)

@@ -1,4 +1,4 @@
-"""The device's memory bandwidth and arithmetic speed, measured, and the least time of a forward pass by them."""
+"""Measure a device's memory bandwidth and arithmetic speed, and compute the least time of a forward pass from them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Call = Callable[[], object]
 
 
 def seconds(call: Call, device: torch.device) -> float:
-    """Seconds that a call keeps the device busy, from idle to idle: by events on a GPU, by the clock elsewhere.
+    """Measure for how many seconds a call keeps the device busy: by CUDA events on a GPU, by the clock elsewhere.
 
     Args:
-        call: the call to time.
-        device: the device that it keeps busy.
+        call: the call to time; the device is idle before it.
+        device: the device that the call keeps busy.
     """
     if device.type != "cuda":
         start = time.perf_counter()
@@ -43,11 +43,11 @@ def alternated(
     rounds: int,
     device: torch.device,
 ) -> dict[str, float]:
-    """Median seconds of every call; the calls run in turn, and each round begins with the next one.
+    """Median seconds of each call; a round runs all calls once, and begins with another call than the round before.
 
     Args:
         calls: the calls to time, by name.
-        rounds: how many rounds count; WARM_UP others come first.
+        rounds: how many rounds count; WARM_UP (2) more rounds run before them and do not count.
         device: the device that the calls keep busy.
     """
     names = list(calls)
@@ -60,11 +60,11 @@ def alternated(
 
 @dataclass(frozen=True, kw_only=True)
 class Ceilings:
-    """Memory bandwidth and arithmetic speed of the device, measured in this run: no forward pass can be faster.
+    """Memory bandwidth and arithmetic speed of the device, measured in this run; no forward pass can exceed them.
 
     Args:
-        bytes_per_s: speed of a large copy; bytes read and bytes written both count.
-        flop_per_s: speed of a large matrix product in the model's dtype.
+        bytes_per_s: bandwidth of a large copy, where bytes read and bytes written both count.
+        flop_per_s: floating-point operations per second in a large matrix product in the model's dtype.
     """
 
     bytes_per_s: float
@@ -72,7 +72,9 @@ class Ceilings:
 
 
 class CeilingCalls:
-    """The calls whose times give a device's `Ceilings`, to be timed in turn with other calls.
+    """Two calls, a large copy and a large matrix product, whose times give a device's `Ceilings`.
+
+    They are timed in turn with the calls that are compared with these limits.
 
     Args:
         device: the device to measure.
@@ -87,17 +89,17 @@ class CeilingCalls:
         self.product = torch.empty_like(self.left)
 
     def calls(self) -> dict[str, Call]:
-        """The calls to time, by name: "copy" for the bandwidth, "product" for the arithmetic."""
+        """The calls to time, by name: "copy" for the bandwidth, "product" for the arithmetic speed."""
         return {
             "copy": lambda: self.target.copy_(self.source),
             "product": lambda: torch.mm(self.left, self.right, out=self.product),
         }
 
     def read(self, times: Mapping[str, float]) -> Ceilings:
-        """The device's bandwidth and arithmetic speed.
+        """Compute the device's bandwidth and arithmetic speed from the times of the calls.
 
         Args:
-            times: seconds of each call, by the names of `calls`.
+            times: seconds of each call, under the names that `calls` gives them.
         """
         return Ceilings(
             bytes_per_s=2 * self.source.nbytes / times["copy"],
@@ -106,27 +108,27 @@ class CeilingCalls:
 
 
 def copy_bytes(device: torch.device) -> int:
-    """Bytes of the tensor that is copied to measure the bandwidth; the copy needs as much memory again.
+    """Bytes of the tensor that is copied to measure the bandwidth; the copy itself takes as many bytes again.
 
     Args:
-        device: the device to measure; a CPU copies less than a GPU, to be done soon.
+        device: the device to measure; a CPU copies a smaller tensor, as it is slower.
     """
     return COPY_BYTES.get(device.type, COPY_BYTES["cpu"])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The bytes and FLOP that a forward pass needs at least, by the sizes of the model.
+    """The least bytes and floating-point operations (FLOP) of a forward pass, computed from the sizes of the model.
 
-    A mixture of experts counts as if every expert ran.
+    For a mixture of experts, all experts count as if every one ran.
 
     Args:
-        weight_bytes: bytes of the weights that a pass reads; an embedding that is not also the LM head does not count,
-            as a pass reads a few rows of it.
-        kv_token_bytes: bytes of the keys and values of one cached token in all layers.
-        token_flop: FLOP of one token in the matrices of the layers.
-        head_flop: FLOP of one token in the LM head.
-        key_flop: FLOP of attention for one token and one token that it attends to, in all layers.
+        weight_bytes: bytes of the weights that a forward pass reads. The embedding counts only if it is also the LM
+            head, since a pass reads just a few of its rows.
+        kv_token_bytes: bytes that the keys and values of one token take in the cache, all layers together.
+        token_flop: FLOP per token in the matrices of all layers.
+        head_flop: FLOP per token in the LM head.
+        key_flop: FLOP of attention for each pair of a token and a token that it attends to, all layers together.
     """
 
     weight_bytes: int
@@ -137,7 +139,11 @@ class Work:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Work:
-        """Count a model's bytes and FLOP from its parameters and config."""
+        """Count the bytes and FLOP of a model's forward pass from its parameters and config.
+
+        Args:
+            model: an HF causal LM; its weights are not read.
+        """
         config = model.config.get_text_config()
         embedding = model.get_input_embeddings().weight
         head = model.get_output_embeddings().weight
@@ -155,29 +161,29 @@ class Work:
         )
 
     def flop(self, num_tokens: int, prefix: int) -> int:
-        """FLOP of a forward pass all of whose tokens go through the LM head.
+        """FLOP of a forward pass whose tokens all go through the LM head.
 
         Args:
-            num_tokens: tokens of the pass.
-            prefix: cached tokens that they attend to.
+            num_tokens: number of tokens in the pass.
+            prefix: number of cached tokens, all of which each token of the pass attends to.
         """
         return num_tokens * (self.token_flop + self.head_flop + self.key_flop * (prefix + num_tokens))
 
     def moved_bytes(self, num_tokens: int, prefix: int) -> int:
-        """Bytes of weights, keys and values that a forward pass moves.
+        """Bytes of weights, keys and values that a forward pass reads or writes.
 
         Args:
-            num_tokens: tokens of the pass.
-            prefix: cached tokens that they attend to.
+            num_tokens: number of tokens in the pass.
+            prefix: number of cached tokens, all of which each token of the pass attends to.
         """
         return self.weight_bytes + self.kv_token_bytes * (prefix + num_tokens)
 
     def floor_s(self, num_tokens: int, prefix: int, ceilings: Ceilings) -> float:
-        """Least seconds that a forward pass can take on a device.
+        """Least seconds that a forward pass can take on a device with this bandwidth and arithmetic speed.
 
         Args:
-            num_tokens: tokens of the pass.
-            prefix: cached tokens that they attend to.
+            num_tokens: number of tokens in the pass.
+            prefix: number of cached tokens, all of which each token of the pass attends to.
             ceilings: the device's bandwidth and arithmetic speed.
         """
         moved_s = self.moved_bytes(num_tokens, prefix) / ceilings.bytes_per_s

@@ -1,7 +1,7 @@
 """Compare methods' tokens with plain decoding's: where they first differ, and whether rounding explains the difference.
 
-V: vocabulary, L: tokens of a prefix. Logits are a near-tie if they are so close that kernels which add in another order
-may swap their ranks; lp promises equal tokens but for near-ties.
+V: vocabulary, L: tokens of a prefix. Two logits are a near-tie if they are so close that a kernel which adds in another
+order may swap their ranks. lp promises plain decoding's tokens except at near-ties.
 """
 
 from __future__ import annotations
@@ -32,18 +32,19 @@ MARGIN = 4  # near-tie over the measured error of one logit: two logits, each of
 class Difference:
     """The first position at which a method's tokens differ from plain decoding's.
 
-    Scores are the logits, processed and with the noise of sampling where tokens are sampled; the token is their argmax.
+    A token's scores are the logits after the logits processors, plus Gumbel noise if tokens are sampled. The token with
+    the highest score is chosen.
 
     Args:
         method: name of the method.
-        position: index among the new tokens.
-        token: the method's token there; None where its text had ended.
-        plain_token: plain decoding's token there; None where its text had ended.
-        gap: difference of the two best scores, from a forward pass of the common prefix; None where the logits
-            processors leave one token.
-        near_tie: whether rounding explains both tokens; False says that something is wrong.
-        logit: logit of `token` in that pass; None without a token.
-        plain_logit: logit of `plain_token` in that pass; None without a token.
+        position: index of the differing token among the new tokens, from 0.
+        token: the method's token at this position; None if the method's text had ended before.
+        plain_token: plain decoding's token at this position; None if plain decoding's text had ended before.
+        gap: difference of the two highest scores, computed by a forward pass over the common prefix; None where the
+            logits processors leave a single token.
+        near_tie: whether rounding explains the difference; False means that something is wrong.
+        logit: logit of `token` in that forward pass; None if `token` is None.
+        plain_logit: logit of `plain_token` in that forward pass; None if `plain_token` is None.
     """
 
     method: str
@@ -75,19 +76,19 @@ def differences(
     sampling: SamplingParams | None = None,
     kv_dtype: str = KVDtype.AUTO,
 ) -> list[Difference]:
-    """Find where each method's tokens first differ from plain decoding's, and whether rounding explains it.
+    """Find where each method's tokens first differ from plain decoding's, and whether rounding explains the difference.
 
     Args:
-        model: the causal LM that generated them; it runs a few forward passes for each difference.
+        model: the causal LM that generated the tokens; it runs a few forward passes for each difference.
         prompt: token ids of the prompt.
-        tokens: by method, its new tokens.
+        tokens: new tokens of each method, by method.
         plain: new tokens of the reference, decoder=autoregressive.
-        sampling: how all of them were sampled; None is greedy. With rejection sampling only the distributions are
-            equal, so no difference is reported.
-        kv_dtype: dtype in which all of them cached keys and values.
+        sampling: how all methods sampled; None is greedy. Rejection sampling promises equal distributions only, so no
+            difference is reported with it.
+        kv_dtype: dtype in which all methods cached keys and values.
 
     Returns:
-        A difference for each method that has one.
+        One difference for each method whose tokens differ.
     """
     if sampling is not None and sampling.verifier is Verifier.REJECTION:
         return []
@@ -122,10 +123,10 @@ def _describe(
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Scores from which plain decoding samples the token behind a prefix, and how far rounding can move them.
+    """The scores from which plain decoding samples the token after a prefix, and how far rounding can move them.
 
     Args:
-        prefix: token ids before the token, L of them.
+        prefix: token ids before that token, L of them.
         logits: (V,) float64, from one forward pass.
         near_tie: difference of two logits up to which rounding may swap their ranks.
         sampling: how the token is sampled, with a known seed; None is greedy.
@@ -145,13 +146,15 @@ class Prediction:
         sampling: SamplingParams | None = None,
         kv_dtype: KVDtype = KVDtype.AUTO,
     ) -> Prediction:
-        """Compute the scores behind a prefix by one forward pass, and measure rounding by passes that split the prefix.
+        """Compute the logits after a prefix by one forward pass, and measure how far rounding can move them.
+
+        Rounding is measured by a few further passes that compute the prefix in two parts.
 
         Args:
             model: the causal LM.
             prefix: token ids, L of them.
             sampling: how the next token is sampled, with a known seed; None is greedy.
-            kv_dtype: dtype in which keys and values were cached.
+            kv_dtype: dtype in which the compared methods cached keys and values.
         """
         ids = torch.tensor([list(prefix)], device=model.device)  # (1, L)
         logits = model(ids, logits_to_keep=1, **_cached(model, kv_dtype)).logits[0, -1].double().cpu()
@@ -161,10 +164,13 @@ class Prediction:
         return cls(prefix=list(prefix), logits=logits, near_tie=MARGIN * off, sampling=sampling)
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
-        """Scores (V,) whose argmax is the sampled token: the logits, processed, plus the noise of this position.
+        """Compute the scores (V,), the highest of which belongs to the sampled token.
+
+        The scores are the logits after the logits processors, plus Gumbel noise if tokens are sampled. The noise
+        depends only on the seed and the token's position.
 
         Args:
-            logits: (V,) float64: `self.logits`, or these moved by rounding.
+            logits: (V,) float64: `self.logits`, or a copy of them that rounding has moved.
         """
         if self.sampling is None:
             return logits
@@ -178,15 +184,15 @@ class Prediction:
         return scores[0] + gumbel(self.sampling.seed, 0, len(self.prefix), len(logits), logits.device)
 
     def gap(self) -> float | None:
-        """Difference of the two best scores; None where the logits processors leave one token."""
+        """Difference of the two highest scores; None where the logits processors leave a single token."""
         best, second = self.scores(self.logits).topk(2).values.tolist()
         return best - second if math.isfinite(second) else None
 
     def may_be(self, token: int, other: int) -> bool:
-        """Whether rounding can make `token` the sampled one instead of `other`, moving each logit by half a near-tie.
+        """Whether rounding can make `token` the sampled token instead of `other`, if logits move by half of `near_tie`.
 
-        Tried are the three moves that favour `token` most: against all other tokens, into the tokens that a processor
-        such as top-k keeps, and `other` out of these.
+        Three moves are tried. The first raises `token` against all other tokens. The second brings `token` into the set
+        of tokens that a processor such as top-k keeps. The third pushes `other` out of that set.
 
         Args:
             token: id of the token that a method sampled.

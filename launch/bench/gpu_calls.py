@@ -17,11 +17,13 @@ COPIES = ("Memcpy", "Memset")
 
 @dataclass(frozen=True, kw_only=True)
 class GpuCalls:
-    """How often a decode step calls the GPU, for `lp profile`: many launches or waits mean that the host is the limit.
+    """How often the GPU is called, per decode step in `lp profile`.
+
+    Many launches or waits mean that the host limits the speed.
 
     Args:
         launches: calls by which the host starts kernels; replaying a CUDA graph is one call.
-        kernels: kernels that the GPU ran, also those in CUDA graphs.
+        kernels: kernels that the GPU ran, including those in CUDA graphs.
         waits: calls in which the host waits for the GPU.
     """
 
@@ -46,16 +48,17 @@ def count(events: Iterable[tuple[str, bool]]) -> GpuCalls:
 
 
 def calls_per_step(decode: Callable[[int], GenerationOutput], tokens: int) -> GpuCalls | None:
-    """Mean GPU calls of a decode step, without the prefill's.
+    """Mean GPU calls per decode step, without those of the prefill.
 
-    The calls for a text of one token are subtracted from those for a long text, and divided by the additional steps.
+    A text of one token and a long text are decoded under torch's profiler. The difference in calls is divided by the
+    difference in decode steps.
 
     Args:
-        decode: generates so many tokens on a GPU; its steps are captured already.
-        tokens: how many tokens the long text has.
+        decode: generates as many tokens as its argument says, on a GPU; CUDA graphs of its steps are already captured.
+        tokens: number of tokens in the long text.
 
     Returns:
-        The means; None where the long text took no more steps.
+        The means; None if the long text took no more steps than the short one.
     """
     (short, few), (long, steps) = (_profiled(decode, number) for number in (1, tokens))
     more = steps - few
@@ -75,7 +78,7 @@ def _profiled(decode: Callable[[int], GenerationOutput], tokens: int) -> tuple[G
 
 
 def ran_on(event: Any, kind: DeviceType) -> bool:
-    """Whether a profiler's event ran on this kind of device; by value, as each event has its own `DeviceType`.
+    """Whether a profiler's event ran on this kind of device; kinds are compared by value, not by identity.
 
     Args:
         event: an event of torch's profiler.

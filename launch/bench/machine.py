@@ -22,9 +22,10 @@ def device_name(device: torch.device) -> str:
 
 
 class PeakMemory:
-    """Measures a method's peak memory: on a GPU that of torch's tensors, on a CPU the process' resident memory.
+    """Measures a method's peak memory: of torch's tensors on a GPU, of the whole process (resident) on a CPU.
 
-    Resident memory includes the model and everything that Python has loaded; a GPU's count leaves out the CUDA context.
+    Resident memory includes the model and everything that Python has loaded. The figure for a GPU leaves out the CUDA
+    context.
 
     Args:
         device: the device on which the model is.
@@ -34,7 +35,10 @@ class PeakMemory:
         self.device = device
 
     def restart(self) -> None:
-        """Begin a new measurement; where the system cannot, the peak stays that of the process' whole life."""
+        """Begin a new measurement of the peak.
+
+        Where the system cannot reset its counter, `bytes` gives the peak since the process began.
+        """
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             return
@@ -44,7 +48,7 @@ class PeakMemory:
             return
 
     def bytes(self) -> int:
-        """Most memory in bytes since `restart`; 0 where the system does not tell."""
+        """Peak memory in bytes since `restart`; 0 where the system does not report it."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         try:
@@ -55,7 +59,7 @@ class PeakMemory:
 
 
 def load_average() -> float | None:
-    """Processes that ran or waited for a core, mean of the last minute; None where the system does not tell."""
+    """Processes that ran or waited for a core, mean of the last minute; None where the system does not report it."""
     try:
         return os.getloadavg()[0]
     except (OSError, AttributeError):
@@ -63,15 +67,15 @@ def load_average() -> float | None:
 
 
 def machine_now(device: torch.device, world_size: int) -> dict[str, Any]:
-    """Figures of the machine that say later whether a record's times can be trusted, as `remarks` does.
+    """Describe the machine in figures, from which `remarks` says later whether a record's times can be trusted.
 
     Args:
         device: the device on which the model is.
         world_size: how many ranks there are on all machines together.
 
     Returns:
-        "cores"; "load", the load average; "ranks" on this machine; "threads" of each rank; "gpus", 0 for a model on a
-        CPU.
+        Figures by name: "cores" is the number of CPU cores, "load" the load average, "ranks" the number of ranks on
+        this machine, "threads" the CPU threads of each rank, and "gpus" the number of GPUs, 0 for a model on a CPU.
     """
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     return {
@@ -84,7 +88,9 @@ def machine_now(device: torch.device, world_size: int) -> dict[str, Any]:
 
 
 def remarks(records: Sequence[dict[str, Any]]) -> list[str]:
-    """Warnings for under a table: other work kept the machine busy, or ranks shared cores or GPUs. None if all is well.
+    """Warnings to print below a table: other work kept the machine busy, or ranks shared cores or GPUs.
+
+    The list is empty if all is well.
 
     Args:
         records: a benchmark's records; their field "machine" comes from `machine_now`. Records without it are skipped.

@@ -1,7 +1,7 @@
-"""The names in methods=[...] of a benchmark, and checks of them before a model is loaded.
+"""The methods that methods=[...] of a benchmark may name, and checks of them before a model is loaded.
 
-A name is one of lp's decoders, such as "lookahead"; one of these with "@1" behind it, which runs on rank 0 alone; or a
-baseline, such as "hf_generate".
+A name is one of lp's decoders, such as "lookahead"; such a name followed by "@1", which runs the decoder on rank 0
+alone; or a baseline, such as "hf_generate".
 """
 
 from __future__ import annotations
@@ -21,12 +21,16 @@ from .pass_at_1 import check_limits, check_prompts
 
 
 def bare_name(name: str) -> str:
-    """The decoder's name in a method's name: "lookahead" of "lookahead@1", which runs on rank 0 alone."""
+    """Name of the decoder that a method runs: "lookahead" for "lookahead@1", which runs on rank 0 alone.
+
+    Args:
+        name: name of the method.
+    """
     return name.removesuffix(ALONE)
 
 
 def own_names(methods: Iterable[str]) -> list[str]:
-    """Names of lp's own decoders among methods, without "@1"; baselines are left out.
+    """Pick the names of lp's own decoders out of names of methods, without "@1"; baselines are left out.
 
     Args:
         methods: names of methods.
@@ -35,10 +39,12 @@ def own_names(methods: Iterable[str]) -> list[str]:
 
 
 def shares_steps(name: str) -> bool:
-    """Whether all ranks compute each decode step of a method together, and not every replica by itself.
+    """Whether all ranks compute each decode step of a method together, rather than each replica by itself.
+
+    A replica is a copy of the model, held by one rank or by several.
 
     Args:
-        name: the method.
+        name: name of the method.
     """
     if name.endswith(ALONE) or name in (PLAIN, ORACLE):
         return False
@@ -51,11 +57,14 @@ def baseline_options(config: BenchmarkConfig) -> BaselineOptions:
 
 
 def missing_methods(config: BenchmarkConfig, methods: Iterable[str]) -> dict[str, str]:
-    """Reasons why baselines cannot run here, by method, each with its remedy: "needs the package ...; pip install ...".
+    """Find the baselines that cannot run here, and why: "needs the package ...; pip install ...".
 
     Args:
         config: the benchmark's config.
-        methods: names of methods; those that lack nothing are not in the result.
+        methods: names of methods.
+
+    Returns:
+        The reason, with its remedy, for each method that cannot run.
     """
     options = baseline_options(config)
     found = {name: BASELINES[name].missing(options) for name in methods if name in BASELINES}
@@ -63,7 +72,7 @@ def missing_methods(config: BenchmarkConfig, methods: Iterable[str]) -> dict[str
 
 
 def check_divisible(config: BenchmarkConfig, methods: list[str]) -> None:
-    """Refuse baselines and quality=true where parallel.tp splits the model over ranks: they need all of it on one rank.
+    """Refuse baselines and quality=true where parallel.tp splits the model over ranks: both need a whole model.
 
     Args:
         config: the benchmark's config.
@@ -83,7 +92,7 @@ def check_divisible(config: BenchmarkConfig, methods: list[str]) -> None:
 
 
 def check_kv_dtype(config: BenchmarkConfig, methods: Iterable[str]) -> None:
-    """Refuse baselines beside model.kv_dtype: their caches keep the model's dtype, so tokens would not compare.
+    """Refuse baselines together with model.kv_dtype: their caches keep the model's dtype, so tokens cannot be compared.
 
     Args:
         config: the benchmark's config.
@@ -101,14 +110,17 @@ def check_kv_dtype(config: BenchmarkConfig, methods: Iterable[str]) -> None:
 
 
 def check_sessions(config: BenchmarkConfig, methods: Iterable[str]) -> None:
-    """Refuse settings with which a pool knows a text before its method is measured on it, so that it drafts too well.
+    """Refuse settings with which an n-gram pool has seen a text before its method is measured on that text.
+
+    Such a pool drafts the very tokens that it has seen, so the method would be measured too fast.
 
     Args:
         config: the benchmark's config.
         methods: names of the methods to run.
 
     Raises:
-        ValueError: several rounds with a pool that remembers texts, or several methods that write one pool file.
+        ValueError: several rounds with a pool that remembers earlier texts, or several methods that write one pool
+            file.
     """
     own = draft_configs(config, map(bare_name, methods))
     keeping = [
@@ -149,13 +161,13 @@ def check_pass_at_1(config: BenchmarkConfig, prompts: list[Prompt]) -> None:
 
 
 def methods_of(config: BenchmarkConfig) -> list[str]:
-    """The methods to run: the config's, or without any the chosen decoder, plain decoding and prompt lookup.
+    """The methods to run: those that the config names, else the chosen decoder, plain decoding and prompt lookup.
 
     Args:
         config: the benchmark's config.
 
     Raises:
-        ValueError: a method that does not exist, or one that is named twice.
+        ValueError: a method does not exist, or is named twice.
     """
     methods = config.methods or list(dict.fromkeys([config.decoder.name, *METHODS[1:]]))
     known = [*decoder_names(), *BASELINES]

@@ -1,4 +1,4 @@
-"""Run rank r of R alone on one device, with exactly its share of the work, to time it.
+"""Run rank r of R alone on one device, to time exactly the work that it has when R ranks share each decode step.
 
 First all R ranks run as threads, and the results of their collectives are recorded. Then rank r alone decodes the same
 prompt again, and each of its collectives returns the recorded result at once.
@@ -38,9 +38,9 @@ class RecordedCollectives:
     The results are the same on every rank, so one recording serves all ranks.
 
     Attributes:
-        results: what every collective returned, beginning with those of the decoder's construction.
-        num_construction: how many results belong to the construction; a decode replays the others.
-        position: index in `results` of the next one to return.
+        results: what every collective returned, in order; the collectives of the decoder's construction come first.
+        num_construction: number of results that belong to the decoder's construction; a replay begins after them.
+        position: index in `results` of the result that the next collective returns.
     """
 
     results: list[torch.Tensor] = field(default_factory=list)
@@ -48,13 +48,13 @@ class RecordedCollectives:
     position: int = 0
 
     def next(self) -> torch.Tensor:
-        """The result of the next collective in the recorded run."""
+        """Return the recorded result of the next collective, and move on to the one after it."""
         self.position += 1
         return self.results[self.position - 1]
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of each rank's message in the last all-gather."""
+        """Bytes that each rank sent in the last all-gather."""
         return self.results[-1][0].nbytes
 
 
@@ -112,13 +112,13 @@ class _ReplayGroup(RankGroup):
 
 
 def check_alike(config: LookaheadConfig) -> None:
-    """Refuse a decoder whose second run on a prompt would differ from the first, as it could not be replayed.
+    """Refuse a decoder that may decode a prompt differently the second time, as its run could not be replayed.
 
     Args:
         config: the decoder's config.
 
     Raises:
-        ValueError: the pool remembers earlier texts, or step sizes follow the step times measured here.
+        ValueError: the n-gram pool remembers earlier texts, or the decoder chooses step sizes by measured step times.
     """
     if config.adaptive:
         raise UserError("the config is adaptive, whose steps follow this machine's step times; give W, N or G")
@@ -132,7 +132,7 @@ def record(build: Build, decode: Decode, ranks: int) -> RecordedCollectives:
     """Decode once on all ranks, as threads of this process, and record the results of their collectives.
 
     Args:
-        build: makes a decoder for a rank's context.
+        build: makes the decoder for a rank, from the rank's context.
         decode: runs that decoder on the prompt, with a known seed if it samples.
         ranks: R, how many ranks there are.
 
@@ -156,10 +156,10 @@ def record(build: Build, decode: Decode, ranks: int) -> RecordedCollectives:
 
 
 class IdleModel:
-    """Stands in for the model and computes nothing, to time the host's part of a step as beside a GPU.
+    """Stands in for the model and computes nothing, so that only the host's part of a decode step takes time.
 
     Args:
-        vocabulary: V, logits of a token; all are zero.
+        vocabulary: V, the number of logits per token; all logits are zero.
     """
 
     def __init__(self, vocabulary: int) -> None:
@@ -178,10 +178,10 @@ class IdleModel:
 
 @contextmanager
 def idle_model(runner: ModelRunner) -> Iterator[None]:
-    """Within the block, steps of a runner compute nothing, so that their time is the host's alone.
+    """Within the block, a decoder's forward passes compute nothing, so that the time of a step is the host's alone.
 
     Args:
-        runner: the decoder's runner.
+        runner: runs the decoder's forward passes.
     """
     network = runner.network
     runner.network = IdleModel(vocabulary_size(runner.model))
@@ -194,18 +194,20 @@ def idle_model(runner: ModelRunner) -> Iterator[None]:
 def replayed(
     build: Build, decode: Decode, rank: int, ranks: int, recorded: RecordedCollectives
 ) -> Callable[[], GenerationOutput]:
-    """Make a function that decodes as one rank of a recorded run, alone; it may be called any number of times.
+    """Make a function that decodes as one rank of a recorded run, without the other ranks.
+
+    The function may be called any number of times.
 
     Args:
-        build: makes a decoder for a rank's context.
+        build: makes the decoder for a rank, from the rank's context.
         decode: runs that decoder on the recorded prompt.
-        rank: the rank to be, from 0.
+        rank: the rank to run as, from 0.
         ranks: R, how many ranks there are.
         recorded: the recorded run.
 
     Raises:
-        RuntimeError: on a call, the rank computes other nodes than in the recorded run.
-        KeyboardInterrupt: on a call, a signal ended it.
+        RuntimeError: when the function is called, the rank computes other draft-tree nodes than in the recorded run.
+        KeyboardInterrupt: when the function is called, a signal ends it.
     """
     recorded.position = 0
     group = _ReplayGroup(rank, ranks, recorded=recorded)

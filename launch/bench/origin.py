@@ -20,7 +20,7 @@ VERSIONS = ("torch", "transformers", "tokenizers", "numpy")
 
 
 def origin() -> dict[str, str | None]:
-    """The command of this run and the commit of the code, under "command" and "commit"; None for what is not known."""
+    """The command of this run and the commit of the code, by name: "command" and "commit"; None for an unknown one."""
     return {"command": command(), "commit": commit()}
 
 
@@ -46,7 +46,7 @@ def commit(root: Path = ROOT) -> str | None:
         root: folder of the clone.
 
     Returns:
-        None for a folder that is no clone, as of an installed wheel, or where git fails.
+        The hash; None for a folder that is no git clone, such as that of an installed wheel, or where git fails.
     """
     if not (root / ".git").exists():
         return None
@@ -58,10 +58,10 @@ def commit(root: Path = ROOT) -> str | None:
 
 
 def hardware(context: lp.ParallelContext) -> str:
-    """Rank 0's machine in words, as in "2 x NVIDIA H100" or "8 x86-64 cores".
+    """The run's hardware in words: number of ranks and GPU, as in "2 x NVIDIA H100", or on a CPU "8 x86-64 cores".
 
     Args:
-        context: the rank's context, which knows its device and the world size.
+        context: this rank's context, from which device and world size are taken.
     """
     if context.device.type == "cuda":
         return f"{context.world_size} x {torch.cuda.get_device_name(context.device)}"

@@ -1,4 +1,4 @@
-"""Forward passes behind a cached prefix, as calls to be timed.
+"""Forward passes after a cached prefix, as calls to be timed.
 
 T: tokens of a pass, L: cached tokens.
 """
@@ -21,13 +21,15 @@ HEAD_CALLS = 8  # timed together: one alone is as short as a launch
 
 
 class Passes:
-    """Makes forward passes of various sizes behind one cached prefix, to time them; none is committed to the cache.
+    """Makes calls that run a forward pass of a given size after one cached prefix, so that such passes can be timed.
+
+    No pass is committed to the cache, so every call starts from the same prefix.
 
     Args:
         runner: runs the model.
         prefix: token ids to cache, (L,).
         max_tokens: T of the largest pass.
-        chunk: tokens of each pass that computes the prefix.
+        chunk: most tokens in each of the passes that compute the prefix.
     """
 
     def __init__(self, runner: ModelRunner, prefix: Sequence[int], max_tokens: int, chunk: int) -> None:
@@ -37,21 +39,22 @@ class Passes:
         runner.prefill(self.prefix, self.cache, chunk)
 
     def chain(self, num_tokens: int) -> Call:
-        """A pass of T tokens that each follow the one before, with logits for all of them.
+        """Make a call that runs a forward pass of T tokens, each following the one before, with logits for all of them.
 
         Args:
-            num_tokens: T, tokens of the pass.
+            num_tokens: T, the number of tokens in the pass.
         """
         return self._call(range(num_tokens), np.tri(num_tokens, dtype=bool), range(num_tokens))
 
     def share(self, layout: StepLayout, count: int) -> Call:
-        """A pass of the first tokens of a rank's decode step, with their positions, attention mask and samples.
+        """Make a call that runs the first T tokens of a rank's decode step, with their positions and attention mask.
 
-        Every node comes before the nodes that see it, so the first tokens are a valid step by themselves.
+        Every draft-tree node comes before the nodes that attend to it, so the first tokens are a valid step by
+        themselves.
 
         Args:
-            layout: the step.
-            count: T, how many of its tokens to take.
+            layout: positions, parents and sampled tokens of the rank's decode step.
+            count: T, how many of the step's tokens to take.
         """
         offsets = (layout.step_positions[:count] - layout.step_positions[0]).tolist()
         visible = ancestors(layout.step_parents)
@@ -65,21 +68,21 @@ class Passes:
 
 
 def sampled_of(layout: StepLayout, count: int) -> list[int]:
-    """Indices of the tokens that get sampled, among the first `count` tokens of a decode step.
+    """Indices of the tokens whose logits are sampled, among the first `count` tokens of a decode step.
 
     Args:
-        layout: the step.
+        layout: layout of the decode step.
         count: how many of its tokens to look at.
     """
     return [token for token in layout.sampled_tokens if token < count]
 
 
 def head_call(model: PreTrainedModel, num_tokens: int) -> Call:
-    """A call of the LM head alone, HEAD_CALLS times in a row, since one is too short to time.
+    """Make a call that runs the LM head alone, HEAD_CALLS (8) times in a row, since one run is too short to time.
 
     Args:
         model: the causal LM.
-        num_tokens: hidden states that go through the head in each.
+        num_tokens: number of hidden states that go through the head in each run.
     """
     head = model.get_output_embeddings()
     width = model.get_input_embeddings().weight.shape[1]

@@ -1,8 +1,8 @@
 """Plots of benchmark totals and of scaling, as wide as a column of a paper.
 
-Each has model and hardware in its caption, and is saved as PNG and SVG. Projected figures are dashed, hollow or
+Each plot has model and hardware in its caption, and is saved as PNG and SVG. Projected figures are dashed, hollow or
 hatched, and labelled so. The colours are Paul Tol's bright scheme, which colour-blind readers can tell apart. S:
-generated tokens a decode step.
+generated tokens per decode step.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def figure(path: Path, caption: str, height_in: float, panels: int = 1) -> Itera
     """Draw a figure within the block; at its end it is saved as PNG and SVG, with the caption above the panels.
 
     Args:
-        path: the PNG; the SVG gets the same name.
+        path: path of the PNG file; the SVG file has the same name, but for the suffix.
         caption: model, hardware and settings; wrapped to the figure's width.
         height_in: height without the caption, in inches.
-        panels: panels one below the other.
+        panels: number of panels, one below the other.
 
     Yields:
         matplotlib's figure, and the axes of its panels from top to bottom.
@@ -78,19 +78,22 @@ def look(number: int, label: str) -> dict[str, Any]:
     """matplotlib's arguments for one of several lines in a panel: colour, marker and label.
 
     Args:
-        number: the line's number, from 0; each has another colour.
-        label: its name in the legend.
+        number: the line's number, from 0; it chooses the colour and the marker.
+        label: the line's name in the legend.
     """
     return {"color": COLOURS[number % len(COLOURS)], "marker": "so^vD"[number % 5], "label": label}
 
 
 def method_numbers(methods: Iterable[str]) -> dict[str, int]:
-    """Number of each method's colour in COLOURS, by method, so that a well-known method has one colour in all figures.
+    """Choose a colour for each method, so that a well-known method has the same colour in all figures.
 
-    Other methods get the free colours in order; beyond COLOURS the numbers go on, and colours repeat.
+    Other methods get the colours that are left, in order. When none is left, colours are used again.
 
     Args:
         methods: names of the methods in a figure, in its order.
+
+    Returns:
+        For each method, the colour's index in COLOURS; indices beyond the last colour wrap around to the first.
     """
     methods = list(dict.fromkeys(methods))
     taken = {OF_METHODS.index(method) for method in methods if method in OF_METHODS}
@@ -207,14 +210,15 @@ def tune_plot(
     caption: str,
     path: Path,
 ) -> Path:
-    """Plot the result of `lp tune`: the time of a decode step over its tokens, and S of the settings over these tokens.
+    """Plot the result of `lp tune`: step time over tokens per step, and each setting's S over its mean tokens per step.
 
-    S: generated tokens a decode step.
+    S: generated tokens per decode step.
 
     Args:
-        step_times: seconds of a decode step by its tokens; drawn as measured, and as the decoder uses them.
-        by_budget: (mean step tokens, S) of each setting without a lookahead window.
-        adaptive: (mean step tokens, S) of the adaptive decoder.
+        step_times: seconds of a decode step by its number of tokens. Two curves show them: as measured, and rounded up
+            to the sizes that the decoder uses.
+        by_budget: (mean tokens per step, S) of each setting without a lookahead window.
+        adaptive: (mean tokens per step, S) of the adaptive decoder.
         caption: model, hardware and task.
         path: where the PNG goes.
 
@@ -239,7 +243,7 @@ def tune_plot(
 
 
 def dataset_plot(found: Sequence[Total], caption: str, path: Path) -> Path:
-    """Plot S (generated tokens a decode step) and the speed-up over plain decoding by task, with a bar for each method.
+    """Plot S (generated tokens per decode step) and the speed-up over plain decoding, by task and method.
 
     Args:
         found: totals by task and method, all under one setting.
@@ -273,9 +277,10 @@ def dataset_plot(found: Sequence[Total], caption: str, path: Path) -> Path:
 
 
 def heat_map(found: Sequence[Total], caption: str, path: Path) -> Path:
-    """Plot one method's speed-up over window size W and n-gram size N; a cell has the best G, which is written into it.
+    """Plot one method's speed-up over window size W and n-gram size N, with the best guess set size G in each cell.
 
-    Where plain decoding did not run, S (generated tokens a decode step) takes the place of the speed-up.
+    A cell's colour and figure are those of its best G. If plain decoding did not run, S (generated tokens per decode
+    step) takes the place of the speed-up.
 
     Args:
         found: totals of one method under settings that differ in W, N and G.
@@ -322,7 +327,7 @@ LENGTHS = ((0, 0), (1, 1), (2, 2), (3, 3), (4, 7), (8, 15), (16, 31), (32, 10**6
 
 
 def accepted_plot(found: Sequence[Total], caption: str, path: Path) -> Path:
-    """Plot how many draft tokens the decode steps accept: for each method, the share of its steps by that number.
+    """Plot how many draft tokens the decode steps of each method accept, as shares of the method's steps.
 
     Args:
         found: totals by method.
@@ -376,9 +381,9 @@ def time_plot(found: Sequence[Total], caption: str, path: Path) -> Path:
 
 
 def tokens_plot(found: Sequence[Total], caption: str, path: Path) -> Path:
-    """Plot S, the generated tokens a decode step, over the tokens of a step, with a point for each setting.
+    """Plot S (generated tokens per decode step) over the tokens that a step computes, with a point for each setting.
 
-    The axis of tokens is logarithmic: the paper's scaling law is a straight line on it.
+    The axis of computed tokens is logarithmic: the paper's scaling law is a straight line on it.
 
     Args:
         found: totals of lookahead methods under settings that differ in W, N or G.

@@ -1,4 +1,4 @@
-"""Make the projected lines of a scaling table on this device: every number of ranks over every link."""
+"""Make the projected lines of a scaling table on this device: for every number of ranks, over every link."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ LOOKAHEAD = "lookahead"  # the decoder that is projected, with W, N and G as the
 
 
 def project_all(config: ScalingConfig, bench: Bench) -> list[Line]:
-    """Project decoding speed on every number of ranks over every link: the lines of the scaling table.
+    """Project lookahead's decoding speed on every number of ranks over every link: the lines of the scaling table.
 
-    The ranks share the config's W and G between them; with `weak`, lines are added in which every rank has W and G of
-    its own. Ranks and plain decoding are timed in alternation, ROUNDS times after a warm-up round.
+    The ranks share the config's W and G between them. With `weak` (weak scaling), lines are added in which W and G are
+    multiplied by the number of ranks. Ranks and plain decoding are timed in alternation, ROUNDS (3) times after a
+    warm-up round.
 
     Args:
         config: the config, with `projected_ranks`, `links` and `weak`.

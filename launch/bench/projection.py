@@ -1,8 +1,8 @@
-"""Project the speed of R ranks from one device, which runs and times every rank's exact share of every step in turn.
+"""Project the speed of R ranks from one device, which runs and times each rank's exact part of every step in turn.
 
 Each rank runs the real decoder alone, with the collectives of a recorded run, so forward pass and host time are
-measured. A step takes as long as its slowest rank, plus the time of the collective by a model of the link. Every rank
-is assumed to have an equal device and memory of its own.
+measured. A step takes as long as its slowest rank, plus the time of its collective, which a model of the link gives.
+Every rank is assumed to have an equal device and memory of its own.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ from .one_rank import Decode, RecordedCollectives, check_alike, idle_model, reco
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """A connection between ranks, modelled to tell the seconds of a ring all-gather: latency plus bytes / bandwidth.
+    """A model of the connection between ranks, which gives the seconds of a ring all-gather.
+
+    The time is latency plus bytes / bandwidth.
 
     Args:
-        base_us: microseconds of any collective.
-        hop_us: microseconds of each of its R - 1 hops.
-        gb_s: bandwidth between neighbours, in 10^9 bytes a second.
+        base_us: microseconds that every collective takes, whatever its size and the number of ranks.
+        hop_us: microseconds of latency for each of the R - 1 hops.
+        gb_s: bandwidth between neighbours, in 10^9 bytes per second.
         source: origin of the figures, for people, as in "data sheet".
     """
 
@@ -45,7 +47,7 @@ class Link:
 
         Args:
             ranks: R, how many ranks there are.
-            payload_bytes: bytes of each rank's message.
+            payload_bytes: bytes that each rank sends.
         """
         if ranks == 1:
             return 0.0
@@ -54,14 +56,15 @@ class Link:
 
     @classmethod
     def measured(cls, context: ParallelContext, source: str, rounds: int = 200) -> Link:
-        """Measure the link between this run's ranks: medians of all-gathers of 8 bytes and of 1 MiB a rank, in turn.
+        """Build the model of the link between this run's ranks from the measured times of all-gathers.
 
-        All latency is put into `hop_us`. Every rank calls this.
+        All-gathers of 8 bytes and of 1 MiB per rank run in turn, and the median of each size counts. All latency is put
+        into `hop_us`. Every rank calls this.
 
         Args:
-            context: this rank's context; there are several ranks.
-            source: names the measurement, for people.
-            rounds: how many all-gathers of each size.
+            context: this rank's context, with at least two ranks.
+            source: name of the measurement, for people.
+            rounds: how many all-gathers of each size are timed.
         """
         messages = [torch.zeros(words, dtype=torch.int64, device=context.device) for words in (1, 1 << 17)]
         seconds: list[list[float]] = [[], []]
@@ -78,17 +81,17 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Projected:
-    """Projected times of one prompt on R ranks, still without the time of the exchange: `decode_s` adds a link's.
+    """Projected times of one prompt on R ranks, without the exchange between ranks; `decode_s` adds it for a link.
 
     Args:
         ranks: R, how many ranks there are.
         tokens: generated tokens.
         steps: decode steps, equal on all ranks.
-        compute_s: seconds of all steps, each as long as its slowest rank.
-        forward_s: part of these seconds in forward passes.
-        host_s: part of these seconds on the host.
-        num_tokens: mean step tokens of the rank that computes most.
-        payload_bytes: bytes of a rank's message in a step's all-gather.
+        compute_s: seconds of all steps without exchange, each step as long as on its slowest rank.
+        forward_s: part of `compute_s` that forward passes take.
+        host_s: part of `compute_s` that the host takes.
+        num_tokens: tokens that the busiest rank computes in a step, the mean over the steps.
+        payload_bytes: bytes that each rank sends in the all-gather of a step.
     """
 
     ranks: int
@@ -101,7 +104,7 @@ class Projected:
     payload_bytes: int
 
     def decode_s(self, link: Link) -> float:
-        """Seconds of decoding over a link, with one all-gather a step.
+        """Seconds of decoding over a link, with one all-gather in each step.
 
         Args:
             link: the model of the connection between the ranks.
@@ -117,7 +120,7 @@ class Projection:
     """Decodes a prompt as each of R ranks would, one after the other on this device, to time every rank's steps.
 
     Args:
-        decoder: the decoder to run; afterwards its context is that of one of the ranks.
+        decoder: the decoder to run; its context is replaced by those of the ranks, and not restored.
         decode: runs a decoder on the prompt, with a known seed if it samples.
         ranks: R, how many ranks there are.
 
@@ -134,10 +137,10 @@ class Projection:
 
     @cached_property
     def recorded(self) -> RecordedCollectives:
-        """The recorded collectives of all ranks, run as threads, which `run` replays rank by rank; made at the first
-        use.
+        """Collectives of a run of all ranks as threads, which `run` replays for one rank after the other.
 
-        That run captures no steps, since threads cannot capture CUDA graphs at the same time.
+        They are recorded at the first use. That run records no CUDA graphs, since threads cannot capture at the same
+        time.
         """
 
         def build(context: ParallelContext) -> LookaheadDecoder:
@@ -150,7 +153,7 @@ class Projection:
         return record(build, self.decode, self.ranks)
 
     def run(self) -> Run:
-        """Decode the prompt as every rank in turn, each alone on this device; the outputs by rank.
+        """Decode the prompt as every rank in turn, each alone on this device, and return the outputs by rank.
 
         Raises:
             KeyboardInterrupt: a signal came meanwhile.
@@ -159,9 +162,9 @@ class Projection:
         return [replayed(build, self.decode, rank, self.ranks, self.recorded)() for rank in range(self.ranks)]
 
     def summed(self, runs: Sequence[Run]) -> Projected:
-        """The projected times from several runs: a rank's time for a step is its median over the runs.
+        """Combine several runs into projected times: a rank's time for a step is its median over the runs.
 
-        With a single run the slowest rank of a step would often be just the unluckiest.
+        With a single run, the slowest rank of a step would often be one that other work had disturbed by chance.
 
         Args:
             runs: results of `run`.
@@ -169,19 +172,22 @@ class Projection:
         return _summed(runs, self.recorded.payload_bytes)
 
     def host_runs(self, rounds: int) -> list[Run]:
-        """Run every rank with a model that computes nothing, so that the host's time is measured as beside a GPU.
+        """Run every rank with a model that computes nothing, to measure the host's part of each decode step alone.
 
         Args:
-            rounds: how many runs.
+            rounds: how many times every rank runs.
+
+        Returns:
+            Results of `run`, one for each round.
         """
         self.recorded  # noqa: B018 - recorded before the model is idle
         with idle_model(self.decoder.runner):
             return [self.run() for _ in range(rounds)]
 
     def slowest_host_s(self, runs: Sequence[Run]) -> float:
-        """Mean host seconds of a decode step on the slowest rank.
+        """Mean host seconds per decode step on the slowest rank.
 
-        Of several runs the least time of a step counts: anything above it is other work of the machine.
+        For each step the least time over the runs counts, since anything above it is other work on the machine.
 
         Args:
             runs: results of `host_runs`.
@@ -197,8 +203,8 @@ def check_projectable(config: LookaheadConfig) -> None:
         config: the decoder's config.
 
     Raises:
-        ValueError: kv_sync=broadcast, whose second collective has no model here; a pool that remembers other texts; or
-            an adaptive decoder.
+        ValueError: kv_sync=broadcast, since no model of a link covers its second collective; an n-gram pool that
+            remembers earlier texts; or an adaptive decoder.
     """
     if config.ablation.kv_sync is KVSync.BROADCAST:
         raise UserError("kv_sync is 'broadcast', whose second collective is not modelled; project kv_sync=recompute")

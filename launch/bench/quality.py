@@ -36,7 +36,9 @@ def perplexity(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> floa
 
 
 def distinct(tokens: Sequence[int], n: int) -> float | None:
-    """Share of different n-grams among all of a text: 1.0 repeats none. None for a text of less than n tokens.
+    """Number of different n-grams in a text, divided by the number of all its n-grams; 1.0 means no repetition.
+
+    None for a text of less than n tokens.
 
     Args:
         tokens: token ids of the text.
@@ -47,10 +49,10 @@ def distinct(tokens: Sequence[int], n: int) -> float | None:
 
 
 def check_rouge(references: Iterable[str | None]) -> None:
-    """Refuse to compare texts with references if the package for it is missing, before a model is loaded.
+    """Refuse to compute ROUGE if the package rouge-score is missing, before a model is loaded.
 
     Args:
-        references: reference texts of the prompts; None for a prompt without.
+        references: reference texts of the prompts; None for a prompt without a reference.
 
     Raises:
         ValueError: there is a reference, and rouge-score is not installed.
@@ -84,18 +86,19 @@ def assess(
     reference: str | None,
     difference: Difference | None,
 ) -> dict[str, Any]:
-    """All quality figures of one method's text, for its record.
+    """Compute all quality figures of the text that one method generated, for its record.
 
     Args:
         model: the causal LM that generated the text.
         prompt: token ids of the prompt.
-        tokens: token ids of the text.
-        text: the text.
+        tokens: token ids of the generated text.
+        text: the generated text as a string.
         reference: a reference text; None where the task has none.
         difference: first difference from plain decoding's text; None for equal texts.
 
     Returns:
-        "perplexity", "distinct" by n, "rouge", "differs_at" (index of the first differing token) and "near_tie".
+        Figures by name: "perplexity"; "distinct", a dict by n; "rouge", a dict or None; "differs_at", the index of the
+        first token that differs; and "near_tie", whether rounding explains that difference.
     """
     return {
         "perplexity": perplexity(model, prompt, tokens),

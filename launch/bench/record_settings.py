@@ -17,17 +17,18 @@ from .methods import bare_name
 def settings_of(
     config: BenchmarkConfig, methods: list[str], sampling: lp.SamplingParams | None, ranks: int, parameters: int
 ) -> dict[str, Any]:
-    """All settings on which a measurement depends, beside prompt and machine; their digest names the record file.
+    """All settings on which a measurement depends, except prompt and machine; the record file's name has their digest.
 
     Args:
         config: the benchmark's config.
         methods: names of the methods that are measured.
-        sampling: how texts are sampled, its seed known; None is greedy.
+        sampling: how texts are sampled, with a known seed; None is greedy.
         ranks: world size.
-        parameters: parameters of the model.
+        parameters: number of parameters that the model has.
 
     Returns:
-        Values for JSON by name. "G" is the guess set size, or a dict by method where methods have different defaults.
+        Values that JSON can hold, by name. "G" is the guess set size, or a dict by method if methods have different
+        defaults.
     """
     model = config.model
     decoder: dict[str, Any] = {"name": config.decoder.name}

@@ -1,4 +1,4 @@
-"""Record files of benchmarks: one JSON object a line for each prompt and method, appended as it is measured.
+"""Record files of benchmarks: one JSON object per line for each prompt and method, appended as it is measured.
 
 The records of one prompt are one write, which is on the disk before the next prompt begins. A killed process leaves at
 most an incomplete end, which the next run cuts off: no written record is lost, and none is written twice.
@@ -43,7 +43,7 @@ def slug(name: str) -> str:
 
 
 def load_records(path: str | Path) -> list[Record]:
-    """Read the records in a file, or in all *.jsonl files below a folder, in the order of their names.
+    """Read the records in a file, or in all *.jsonl files in a folder and its subfolders, sorted by path.
 
     A last line without a line end was not written completely, and is skipped.
 
@@ -83,8 +83,8 @@ class RecordFile:
     """A record file open for appending, by one process at a time; knows which prompts are finished.
 
     Args:
-        path: the file; created with its folder if missing. An incomplete end, or a last prompt without all methods, is
-            cut off.
+        path: the file; created with its folder if missing. Incomplete records at its end are cut off, and so is a last
+            prompt that lacks some of the methods.
         methods: names of the methods; every prompt has a record of each, in this order.
 
     Attributes:

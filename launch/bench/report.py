@@ -39,13 +39,13 @@ def write_report(folder: Path) -> list[Path]:
     """Draw the plots that a folder's results allow, and write report.html with plots, tables and settings.
 
     Args:
-        folder: what lp benchmark or lp scaling wrote to; subfolders count.
+        folder: folder that lp benchmark or lp scaling wrote results to; results in subfolders count too.
 
     Returns:
         The files that were written, report.html last.
 
     Raises:
-        ValueError: no results there.
+        ValueError: the folder holds no results.
     """
     lines = read_lines(folder / "scaling.csv")
     found = ordered(totals(load_records(folder))) if any(folder.rglob("*.jsonl")) or not lines else []

@@ -1,4 +1,4 @@
-"""A benchmark's session: its methods behind one kind of call, its record file, and the content of a record."""
+"""A benchmark's session: loaded model, methods that are all called alike, record file, and the content of a record."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ Once = Callable[[list[int], int], GenerationOutput]
 class Bench(Session[BenchmarkConfig]):
     """A loaded model with the methods that a benchmark measures; each is called alike, whichever ranks run it.
 
-    The arguments of `Session` come first.
+    It also takes the arguments of its base class `Session`.
 
     Args:
-        runs: by method, a function of (token ids of a prompt, most new tokens) that decodes once. Every rank calls it,
-            also for methods that run on rank 0 alone.
+        runs: functions that decode a prompt once, by method; arguments are the prompt's token ids and the most new
+            tokens. Every rank calls each function, also for methods that run on rank 0 alone.
         path: the record file.
         settings: settings of the measurement, which every record repeats.
         origin: command and commit of this run, which every record repeats.
@@ -72,7 +72,7 @@ class Bench(Session[BenchmarkConfig]):
     origin: dict[str, str | None] = field(default_factory=dict)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt; with prompt_tokens=N in the config, lengthened to N tokens by prompts in front of it.
+        """Token ids of a prompt; prompt_tokens=N in the config puts other prompts before it until it has N tokens.
 
         Args:
             prompt: one of `prompts`.
@@ -88,17 +88,15 @@ class Bench(Session[BenchmarkConfig]):
         return lengthened(ids, others, self.config.prompt_tokens, tokenizer.bos_token_id)
 
     def shares(self, method: str, result: Measured) -> list[dict[str, float]]:
-        """Gather each rank's mean step tokens, step times in milliseconds and peak memory in bytes of one method's run.
-
-        Every rank calls this.
+        """Gather every rank's tokens per step, step times and peak memory in one method's run; every rank calls this.
 
         Args:
             method: name of the method.
-            result: the run on this rank.
+            result: the method's result on this rank.
 
         Returns:
-            By rank, "num_tokens", "forward_ms", "exchange_ms", "host_ms" and "peak_bytes"; only ranks that ran the
-            method.
+            A dict for each rank that ran the method: "num_tokens", "forward_ms", "exchange_ms" and "host_ms" are means
+            per decode step, "peak_bytes" is the peak memory.
         """
         steps = result.output.step_stats
         names = ("num_tokens", "forward_s", "exchange_s", "host_s")
@@ -113,16 +111,17 @@ class Bench(Session[BenchmarkConfig]):
         ]
 
     def compared(self, prompt: Prompt, measured: Mapping[str, Measured]) -> list[Difference] | None:
-        """Compare all methods' tokens on one prompt with plain decoding's.
+        """Compare all methods' tokens on one prompt with plain decoding's; every rank calls this.
 
-        All ranks call it: ranks that hold a model between them compute together, the others wait for rank 0.
+        Under tensor parallelism all ranks compute the comparison. Otherwise rank 0 does, and the others wait.
 
         Args:
             prompt: the prompt.
-            measured: the methods' runs on it.
+            measured: the methods' results on it.
 
         Returns:
-            The differences; None where nothing is compared, and on ranks other than 0 that only wait.
+            One difference for each method whose tokens differ. None with rejection sampling, without plain decoding
+            among the methods, and on ranks that only waited.
         """
         if measured.keys().isdisjoint((PLAIN, ORACLE)) or self.in_distribution:
             return None
@@ -149,9 +148,9 @@ class Bench(Session[BenchmarkConfig]):
         Args:
             index: the prompt's index in the task.
             prompt: the prompt.
-            measured: the methods' runs on it.
-            shares: by method, the result of `shares`.
-            found: the result of `compared`.
+            measured: the methods' results on the prompt.
+            shares: figures of each rank that `Bench.shares` returned, by method.
+            found: differences from plain decoding that `Bench.compared` returned; None where nothing was compared.
         """
         ids = self.encode(prompt)
         by_method = {difference.method: difference for difference in found or []}
@@ -180,7 +179,7 @@ class Bench(Session[BenchmarkConfig]):
 
 
 def captured(decoder: Decoder | None) -> str | None:
-    """How an lp decoder captures its steps, as in "graph"; None for a decoder that does not, and for baselines.
+    """How a decoder captures its decode steps, as in "graph" (CUDA graphs); None if it captures none, as baselines do.
 
     Args:
         decoder: the decoder; None where this rank has none.
@@ -197,13 +196,13 @@ class ModelCache:
         self._opened: tuple[lp.ParallelContext, Loaded] | None = None
 
     def open(self, config: BenchmarkConfig) -> tuple[lp.ParallelContext, Loaded]:
-        """This rank's context and the loaded model: the last job's if its settings are equal, else a new one.
+        """This rank's context and the loaded model: those of the last job if its settings are equal, else new ones.
 
         Args:
-            config: this job's config.
+            config: this job's config, of which the settings of the model and of the ranks are compared.
 
         Raises:
-            ValueError: a user error, with its remedy.
+            ValueError: the model cannot be loaded, or a value of the config is wrong; the message names the remedy.
         """
         settings = (asdict(config.model), asdict(config.parallel))
         if self._opened is None or settings != self._settings:
@@ -221,7 +220,7 @@ def open_bench(config: BenchmarkConfig, models: ModelCache) -> Bench:
         models: keeps the model from job to job.
 
     Raises:
-        ValueError: a user error, with its remedy.
+        ValueError: the model cannot be loaded, or a value of the config is wrong; the message names the remedy.
     """
     methods = methods_of(config)
     check_divisible(config, methods)
@@ -280,7 +279,9 @@ def _once(bench: Bench, name: str) -> Once:
 
 
 def folder_of(config: BenchmarkConfig) -> Path:
-    """The folder of the record files: the key `out`, else the run's own folder, which the jobs of a sweep share.
+    """The folder of the record files: the one that the key `out` names, else the run's own.
+
+    In a sweep, the run's own folder is the one that all its jobs share.
 
     Args:
         config: this job's config.

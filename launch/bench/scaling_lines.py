@@ -1,6 +1,6 @@
 """Lines of a scaling table: a method on R ranks, measured in launches or projected from one device.
 
-A replica is a copy of the model, held by one rank or by `tp` ranks between them. S: generated tokens a decode step.
+A replica is a copy of the model, held by one rank or by `tp` ranks between them. S: generated tokens per decode step.
 """
 
 from __future__ import annotations
@@ -36,24 +36,27 @@ class Line:
         method: name of the method.
         ranks: R, how many ranks there are.
         kind: MEASURED or PROJECTED.
-        link: name of a projection's link, with ", weak" behind it where W and G grow with the ranks; None if measured.
+        link: name of the link that a projection assumes, followed by ", weak" where W and G grow with the ranks; None
+            for a measured line.
         W: window size of all ranks together; None for methods without a lookahead window.
-        G: guess set size of all ranks together; None for methods without.
+        G: guess set size of all ranks together; None for methods without a guess set.
         tokens_per_s: decoding speed.
-        speedup: this speed over plain decoding on one replica with nothing else running; None without plain decoding.
-        compression: S, generated tokens a decode step.
-        num_tokens: mean step tokens of the rank that computes most.
-        forward_ms: milliseconds a step in the forward pass: mean of the measured ranks, or the slowest projected
+        speedup: this speed divided by that of plain decoding on one replica (model copy) with nothing else running;
+            None if plain decoding was not measured.
+        compression: S, generated tokens per decode step.
+        num_tokens: tokens per step on the rank that computes most, the mean over the steps.
+        forward_ms: milliseconds per step in the forward pass: mean of the measured ranks, or the slowest projected
             rank's.
-        exchange_ms: milliseconds a step in collectives: mean of the measured ranks, or the link's.
-        host_ms: milliseconds a step on the host: mean of the measured ranks, or the slowest projected rank's.
+        exchange_ms: milliseconds per step in collectives: mean of the measured ranks, or computed for the link.
+        host_ms: milliseconds per step on the host: mean of the measured ranks, or the slowest projected rank's.
         efficiency: `speedup` divided by the number of replicas and by the method's speed-up on one replica, which
             counts as 1 where it was not measured: 1.0 is perfect scaling.
-        tp: how many ranks hold a replica (a copy of the model) between them; 1 where each rank has its own.
-        least: least speed-up of several rounds or runs; None for a single one.
-        most: largest speed-up of several rounds or runs; None for a single one.
+        tp: how many ranks hold one replica between them; 1 where each rank has its own.
+        least: least speed-up in several rounds or runs; None after a single one.
+        most: largest speed-up in several rounds or runs; None after a single one.
         launch: world size of the launch in which the line was measured; None if projected.
-        speedup_in_launch: speed over plain decoding in the same launch, whose ranks may share cores; None if projected.
+        speedup_in_launch: speed divided by that of plain decoding in the same launch, whose ranks may share cores; None
+            if projected.
     """
 
     method: str
@@ -78,7 +81,7 @@ class Line:
 
     @property
     def shares_the_machine(self) -> bool:
-        """Whether the method ran on a part of a launch's ranks, so that other ranks may have taken cores from it."""
+        """Whether the method ran on only some of a launch's ranks, so that the others may have taken cores from it."""
         return self.launch is not None and self.launch > self.ranks
 
     @property
@@ -93,7 +96,7 @@ class Line:
         return asdict(self)
 
     def cells(self) -> list[str]:
-        """The line's cells as text, in the order of HEADS."""
+        """The line's cells as text, in the order of HEADS, the column heads of the table."""
         kind = self.kind if self.link is None else f"**{self.kind}**, {self.link}"
         shape = ["-" if value is None else str(value) for value in (self.W, self.G)]
         speeds = ["-" if self.speedup is None else f"{self.speedup:.2f}x"]
@@ -109,8 +112,8 @@ class Line:
 def scaling_table(lines: Sequence[Line]) -> tuple[list[str], list[list[str]]]:
     """Column heads and cells of a scaling table, without columns that would be empty.
 
-    The range over rounds needs several rounds; the speed-up within a launch needs a launch that runs methods on some of
-    its ranks.
+    The range of speed-ups over rounds is empty after a single round. The speed-up within a launch is left out unless a
+    method ran on only some of its launch's ranks.
 
     Args:
         lines: the lines of the table.
@@ -128,7 +131,7 @@ def scaling_table(lines: Sequence[Line]) -> tuple[list[str], list[list[str]]]:
 
 
 def plain_rate(records: Sequence[Record]) -> float | None:
-    """Tokens/s of plain decoding in one launch; None where it did not run.
+    """Tokens/s of plain decoding in one launch; None if plain decoding did not run.
 
     Args:
         records: records of the launch.
@@ -138,12 +141,12 @@ def plain_rate(records: Sequence[Record]) -> float | None:
 
 
 def measured_lines(records: Sequence[Record], alone: float | None = None) -> list[Line]:
-    """Make the table's lines of one launch, a line for each method.
+    """Make the lines of the scaling table for one launch, a line for each method.
 
     Args:
         records: records of the launch.
-        alone: tokens/s of plain decoding with nothing else running, over which speed-ups are; None takes plain decoding
-            in this launch.
+        alone: tokens/s of plain decoding with nothing else running, by which a method's speed is divided; None takes
+            plain decoding in this launch.
     """
     lines = []
     for total in totals(records):
@@ -186,14 +189,14 @@ def _a_step(total: Total, name: str, of_ranks: Callable[[list[float]], float]) -
 def projected_lines(
     found: Sequence[Projected], links: Mapping[str, Link], plain: float, weak: bool, shape: tuple[int, int]
 ) -> list[Line]:
-    """Make the table's projected lines for one number of ranks, a line for each link.
+    """Make the projected lines of the scaling table for one number of ranks, a line for each link.
 
     Args:
-        found: projections of each prompt on these ranks.
+        found: one projection for each prompt, all on this number of ranks.
         links: models of the links by name.
-        plain: tokens/s of plain decoding on this device, over which speed-ups are.
-        weak: whether W and G grow with the ranks, which the lines then say.
-        shape: (W, G) of all ranks together.
+        plain: tokens/s of plain decoding on this device, by which the projected speed is divided.
+        weak: whether W and G grow with the number of ranks; the links' names then end with ", weak".
+        shape: (W, G) for all ranks together.
     """
     ranks = found[0].ranks
     tokens = sum(one.tokens for one in found)
@@ -222,11 +225,13 @@ def projected_lines(
 
 
 def with_efficiency(lines: Sequence[Line]) -> list[Line]:
-    """The lines with their efficiency: the speed-up over that of one replica, divided by the number of replicas.
+    """Return the lines with their efficiency: speed-up / (speed-up of a single replica x number of replicas).
+
+    A replica is a copy of the model, so 1.0 is perfect scaling.
 
     Args:
-        lines: all lines of the table. The single replica's speed is that of the method on one rank or of its "@1" line,
-            else plain decoding's.
+        lines: all lines of the table. The single replica's speed-up is that of the method's line on one replica, else
+            that of its "@1" line, else 1.
     """
     of_launches = {line.series: line.speedup for line in lines if line.ranks == line.tp and line.speedup}
     beside: dict[tuple[str, int | None, int | None], list[float]] = defaultdict(list)  # of @1 in larger launches
@@ -249,7 +254,7 @@ def medians(runs: Sequence[Sequence[Line]]) -> list[Line]:
     """Combine the tables of several runs of one command: each figure of a line becomes the median over the runs.
 
     Args:
-        runs: by run, its lines, in the same order in every run.
+        runs: lines of each run, in the same order in every run.
     """
     return [_median(of_runs) for of_runs in zip(*runs, strict=True)]
 
@@ -272,24 +277,24 @@ def _median(lines: Sequence[Line]) -> Line:
 
 
 def errors_of_runs(runs: Sequence[Sequence[Line]]) -> ErrorsOfRuns:
-    """Errors of the projected speed-ups in every run, by (method, ranks): see `errors`.
+    """Relative errors of the projected speed-ups, by (method, ranks), one for each run: see `errors`.
 
     Args:
-        runs: by run, its lines.
+        runs: lines of each run.
     """
     found = [errors(lines) for lines in runs]
     return {key: [each[key] for each in found] for key in found[0]}
 
 
 def errors(lines: Iterable[Line], link: str = "gloo") -> dict[tuple[str, int], float]:
-    """How far projected speed-ups are off the measured ones: projected / measured - 1, by (method, ranks).
+    """Relative error of the projected speed-ups, projected / measured - 1, by (method, ranks); 0.05 is 5% too high.
 
-    The measured speed-ups are those within a launch, where plain decoding has as large a share of the machine as each
-    rank.
+    A measured speed-up is over plain decoding in the same launch, where plain decoding has no more of the machine's
+    cores than each rank has.
 
     Args:
-        lines: lines of one run; compared are those with equal method, ranks, W and G, measured and projected.
-        link: name of the link whose projections count.
+        lines: lines of one run. Measured and projected lines with equal method, ranks, W and G are compared.
+        link: name of the link whose projections are compared; those over other links are skipped.
     """
     speedups: dict[tuple[str, int, int | None, int | None], dict[str, float]] = {}
     for line in lines:

@@ -1,6 +1,6 @@
 """Search for the fastest fixed W, N, G, compare it with the adaptive decoder, and estimate the gain of more ranks.
 
-S: generated tokens a decode step. Step tokens: tokens of one decode step's forward pass.
+S: generated tokens per decode step. Step tokens: tokens of one decode step's forward pass.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class SettingResult(Total):
     config: LookaheadConfig | None
 
     def as_dict(self) -> dict[str, Any]:
-        """The setting and its figures, as tune.json has them."""
+        """The setting and its figures by name, as they are written to tune.json."""
         return {
             "name": self.method,
             "config": self.config and asdict(self.config),
@@ -64,13 +64,13 @@ def time_settings(
     """Time decoder settings on every prompt, in alternation; all ranks get rank 0's times, so that they choose alike.
 
     Args:
-        settings: by name, the decoder's config; None for plain decoding.
-        decoders: by name, the decoder.
-        run: continues a prompt once: called with a decoder and token ids.
+        settings: config of each setting's decoder, by the setting's name; None for plain decoding.
+        decoders: decoder of each setting, by the setting's name.
+        run: continues a prompt once; called with a decoder and the prompt's token ids.
         prompts: token ids of each prompt.
         rounds: how often each setting runs on a prompt; the median counts.
-        from_rank_0: gives every rank the value that rank 0 passes to it.
-        wait: progress display, which counts the runs; None for none.
+        from_rank_0: returns on every rank the value that rank 0 passes to it.
+        wait: progress display that counts the finished runs; None: nothing is displayed.
     """
     runs: dict[str, list[Measured]] = {name: [] for name in settings}
     for ids in prompts:
@@ -112,17 +112,17 @@ def search(
     3. Run the best fixed setting, the adaptive decoder and plain decoding once more, in alternation.
 
     Args:
-        build: makes a decoder of a config.
-        plain: plain decoding.
+        build: makes a decoder from its config.
+        plain: the decoder for plain decoding, one token per step.
         adaptive: the adaptive decoder.
-        run: continues a prompt once: called with a decoder and token ids.
+        run: continues a prompt once; called with a decoder and the prompt's token ids.
         prompts: token ids of each prompt.
         rounds: how often each setting runs on a prompt; the median counts.
-        from_rank_0: gives every rank the value that rank 0 passes to it.
+        from_rank_0: returns on every rank the value that rank 0 passes to it.
         pool: fields of LookaheadConfig that every setting shares, as in {"pool_mib": 64}.
 
     Returns:
-        All settings tried; the last three are those of point 3, in that order.
+        The results of all settings; the last three are those of point 3, in the order in which it names them.
     """
     base = LookaheadConfig(window_size=0, ngram_size=2, **pool)
     first = _named([replace(base, guess_set_size=g) for g in BUDGETS])
@@ -177,12 +177,12 @@ def speed_of_ranks(step_times: StepTimes, points: Sequence[tuple[float, float]],
     """Estimate the tokens/s of 1, 2, ... ranks that share each step, from one rank's step times; exchange is left out.
 
     Args:
-        step_times: seconds of one rank's decode step by its tokens.
-        points: (step tokens, S) as measured; S in between is interpolated.
+        step_times: seconds of one rank's decode step by its number of tokens.
+        points: measured pairs of (step tokens, S), between which S is interpolated; S is generated tokens per step.
         most: largest number of ranks.
 
     Returns:
-        By ranks, from 1, the speed at the best step size.
+        Tokens/s at the best step size, for 1 rank, 2 ranks and so on.
     """
     step_tokens, measured = zip(*sorted([(1.0, 1.0), *points]), strict=True)
     sizes = np.arange(1, int(max(step_tokens)) + 1)
@@ -195,7 +195,7 @@ def speed_of_ranks(step_times: StepTimes, points: Sequence[tuple[float, float]],
 
 
 def ranks_that_pay(speeds: Sequence[float]) -> int:
-    """Most ranks worth having: the first further rank that raises the speed by less than 2% (PAYS) is not.
+    """Largest number of ranks worth having: one more rank would raise the speed by less than 2% (PAYS).
 
     Args:
         speeds: tokens/s of 1, 2, ... ranks.

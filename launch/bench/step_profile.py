@@ -1,7 +1,7 @@
 """Where the time of a decode step goes: forward passes by size, beside the device's limits, and the parts of a step.
 
-T: tokens of a step or forward pass; t(T): seconds of such a pass; L: cached tokens, the prefix; R: ranks; B: most step
-tokens of a rank. S: generated tokens a decode step.
+T: tokens of a step or forward pass; t(T): seconds of a forward pass of T tokens; L: cached tokens, the prefix; R:
+ranks; B: most step tokens of a rank. S: generated tokens per decode step.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ PREFILL_CHUNK = 512  # tokens of a pass, as `generate` has it
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The measurements of a profile: size of the prefix and of passes, rounds, and which of how many ranks.
+    """What a profile measures: lengths of prefix and forward passes, number of rounds, and which of how many ranks.
 
     Args:
         prefix: L, cached tokens.
@@ -81,10 +81,10 @@ class Plan:
         check_count(self, "rank", 0, self.ranks - 1, f"the ranks of R={self.ranks} are numbered from 0")
 
     def check_room(self, model: PreTrainedModel, step: int, device: torch.device, weights: int = 0) -> None:
-        """Refuse a plan for which the model's context or the device's free memory is too small, before it is measured.
+        """Refuse a plan that exceeds the model's context or the device's free memory, before anything is measured.
 
         Args:
-            model: the model to be profiled, or its sketch without weights.
+            model: the model to be profiled, or a sketch of it without memory for weights.
             step: B, most step tokens of a rank.
             device: where the model computes.
             weights: bytes of weights that are still to be allocated on the device.
@@ -112,12 +112,12 @@ class Point:
     """The time of a forward pass of T tokens with logits for all of them.
 
     Args:
-        num_tokens: T, tokens of the pass.
+        num_tokens: T, the number of tokens in the pass.
         seconds: seconds of the pass, t(T).
-        ratio: t(T) over t of the smallest T that was measured.
-        floor: t(T) over the least seconds that the device's bandwidth and arithmetic speed allow: 1.0 is perfect.
-        bytes_per_s: bytes of weights, keys and values that the pass moves a second.
-        flop_per_s: floating-point operations that the pass does a second.
+        ratio: t(T) divided by the time of the smallest pass that was measured.
+        floor: t(T) divided by the least seconds that the device's bandwidth and arithmetic speed allow: 1.0 is perfect.
+        bytes_per_s: bytes of weights, keys and values that the pass moves per second.
+        flop_per_s: floating-point operations that the pass does per second.
     """
 
     num_tokens: int
@@ -132,18 +132,20 @@ class Point:
 class Step:
     """The time of a step in the decode loop and of its parts, medians over steps.
 
-    A step may first compute its rank's catch-up: accepted tokens whose keys and values another rank has.
+    A step may begin with catch-up tokens: accepted tokens that this rank computes again, since another rank has their
+    keys and values.
 
     Args:
-        num_tokens: step tokens of this rank, with catch-up.
-        max_tokens: B, with catch-up.
-        steps: decode steps of a decode.
-        compression: S, generated tokens a decode step, of that decode; it means nothing where weights are random.
+        num_tokens: tokens that this rank computes in the step, with catch-up.
+        max_tokens: B, the most tokens that this rank may compute in a step, with catch-up.
+        steps: number of decode steps in one decode.
+        compression: S, generated tokens per decode step, in that decode; it means nothing where weights are random.
         seconds: seconds of a step.
-        parts: seconds by part: "attention", "LM head", "other layers", "exchange" and "host", which add up to
-            `seconds`. Attention is the time of the forward pass less its time without attention, and 0 where a model
-            cannot leave it out; the LM head is timed alone; "other layers" has the rest of the pass, and sampling.
-        pass_s: seconds of a forward pass of these tokens outside the loop.
+        parts: seconds of each part: "attention", "LM head", "other layers", "exchange" and "host", which add up to
+            `seconds`. Attention is the time of the forward pass minus its time without attention, and 0 where a model
+            cannot leave attention out. The LM head is timed alone. "other layers" is the rest of the pass, with
+            sampling.
+        pass_s: seconds of a forward pass of these tokens outside the decode loop.
         real_exchange: whether R ranks really ran; otherwise the exchange is that of a single rank.
     """
 
@@ -168,12 +170,12 @@ class Profile:
 
     Args:
         ceilings: bandwidth and arithmetic speed of the device.
-        work: bytes and FLOP that a forward pass needs at least.
-        step_times: seconds of forward passes by T, ascending.
+        work: least bytes and FLOP of a forward pass.
+        step_times: times of forward passes, by ascending number of tokens.
         step: parts of a step of the decode loop.
-        first_call_s: seconds by which the first decode took longer than later ones, by capture, compilation,
-            allocation.
-        calls: launches, kernels and waits of a step on a GPU; None on a CPU, and with several ranks.
+        first_call_s: seconds by which the first decode took longer than later ones, through graph capture, compilation
+            and allocation.
+        calls: GPU launches, kernels and waits per step; None on a CPU, and with several ranks.
     """
 
     ceilings: Ceilings
@@ -185,7 +187,7 @@ class Profile:
 
     @property
     def over_weights(self) -> float:
-        """How many times as long the smallest forward pass takes as reading the weights at the speed of a copy."""
+        """Seconds of the smallest forward pass, divided by the seconds in which a copy would read the weights once."""
         return self.step_times[0].seconds * self.ceilings.bytes_per_s / self.work.weight_bytes
 
     def as_dict(self) -> dict[str, Any]:
@@ -196,15 +198,15 @@ class Profile:
 def largest_step(config: LookaheadConfig, budget: int, ranks: int, rank: int, catch_up: int) -> StepLayout:
     """Lay out the largest decode step of a rank, B tokens, to time it: catch-up, window columns, and draft paths.
 
-    The draft paths share no nodes, and fill what catch-up and window leave of B.
+    The draft paths share no nodes, and take all tokens that catch-up and window leave of B.
 
     Args:
         config: the decoder's config.
         budget: B, most step tokens of a rank.
         ranks: R, how many ranks there are.
         rank: the rank whose step it is, from 0.
-        catch_up: accepted tokens that the rank computes again, since another rank has their keys and values; less than
-            B.
+        catch_up: number of accepted tokens that the rank computes again, since another rank has their keys and values;
+            less than B.
     """
     columns = slice_window(config.window_size, config.ngram_size, (budget - catch_up,) * ranks)[rank]
     draft = DraftTreeBuilder(max(budget - catch_up - columns.num_nodes, 0))
@@ -215,10 +217,10 @@ def largest_step(config: LookaheadConfig, budget: int, ranks: int, rank: int, ca
 
 
 def step_budget(decoder: LookaheadDecoder, ids: Sequence[int], ranks: int) -> int:
-    """B, the most step tokens that a decoder would give each rank behind a text, if it were one of R ranks.
+    """B, the most step tokens that a decoder would give each rank after a text, if it were one of R ranks.
 
     Args:
-        decoder: the decoder; its context is replaced.
+        decoder: the decoder; its context is replaced, and not restored.
         ids: token ids of the text.
         ranks: R, how many ranks there are.
     """
@@ -243,7 +245,8 @@ def profile(
     Args:
         model: an HF causal LM, loaded.
         build: makes a decoder of the model for a rank's context.
-        plain: makes such a decoder that captures no steps, since threads cannot capture CUDA graphs at the same time.
+        plain: makes the decoder as `build` does, but without CUDA graphs, which threads cannot capture at the same
+            time.
         ids: token ids of the text so far, L + 1 of them: the last one is not cached yet.
         plan: sizes, rounds and ranks to measure.
         context: this process' rank: a single one, or one of R that all call this.

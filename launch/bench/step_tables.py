@@ -24,7 +24,7 @@ class ProfileResult:
     Args:
         setting: model, device, decoder and sizes by name.
         found: the measurements.
-        speeds: totals by method that decoded the same text; empty where speeds were not compared.
+        speeds: totals of the methods that decoded the same text, by method; empty where speeds were not compared.
         picture: path of the picture; None while there is none.
         note: a line that names the picture, or says why there is none.
     """
@@ -141,7 +141,7 @@ def draw(report: ProfileResult, folder: Path) -> None:
     """Draw profile.png: the forward passes with the device's limit, and the parts of a step.
 
     Args:
-        report: the result of `lp profile`; its `picture` and `note` are set.
+        report: the result of `lp profile`; this sets its `picture` and `note`.
         folder: where the picture goes.
     """
     try:

@@ -1,4 +1,4 @@
-"""Text of a benchmark's tables: a line for each setting and method, and captions with the settings that all share."""
+"""Text of a benchmark's tables: a line for each setting and method, and captions with the settings of all lines."""
 
 from __future__ import annotations
 
@@ -65,7 +65,10 @@ def common(found: Sequence[Total]) -> dict[str, Any]:
 
 
 def table_of(found: Sequence[Total]) -> tuple[list[str], list[list[str]]]:
-    """Heads and lines of a table: a column for each setting that differs, for HEADS, and for MORE where not empty.
+    """Make the column heads and the lines of a table.
+
+    A column for each setting that differs comes first, then the figures that every table has (HEADS), then those of
+    MORE that at least one line has.
 
     Args:
         found: totals, one for each line.
@@ -79,6 +82,8 @@ def table_of(found: Sequence[Total]) -> tuple[list[str], list[list[str]]]:
 
 def verdict(prompts: int, differing: int, near_ties: int) -> str:
     """The cell that compares a method's texts with plain decoding's: "equal", or "2 of 20 part at near-ties".
+
+    The latter says that 2 of 20 texts differ, and that rounding explains where each of them first differs.
 
     Args:
         prompts: how many prompts were compared.
@@ -103,7 +108,7 @@ def spread(values: Sequence[float]) -> str:
 
 
 def peak(total: Total) -> str:
-    """The cell with the most memory that a rank took, in MiB, as in "1,234"; "-" where it was not measured.
+    """The cell with the peak memory of the rank that took most, in MiB, as in "1,234"; "-" where it was not measured.
 
     Args:
         total: the line's totals.
@@ -127,7 +132,7 @@ def solved(total: Total) -> str:
 
 
 def cells(total: Total, names: Sequence[str]) -> list[str]:
-    """The cells of a line: the values of some settings, then those of HEADS.
+    """The cells of a line: the values of some settings, then the figures that every table has (HEADS).
 
     Args:
         total: the line's totals.
@@ -171,7 +176,7 @@ def short(value: Any) -> str:
 
 
 def markdown(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown.
+    """Write a table in Markdown, as a string.
 
     Args:
         heads: heads of the columns.
@@ -199,7 +204,7 @@ def caption(found: Sequence[Total]) -> str:
 
 
 def notes(found: Sequence[Total]) -> list[str]:
-    """Lines for below a table: how many rounds were measured, and warnings about the times, as of a busy machine.
+    """Lines for below a table: how many rounds were measured, and warnings about the times, such as a busy machine.
 
     Args:
         found: totals, one for each line.

@@ -25,7 +25,9 @@ UNLIMITED = 10_000  # columns: more than any table has
 
 
 class ProgressBar:
-    """A progress bar on stderr with the time left and the first method's S (tokens a step); on a terminal only.
+    """A progress bar on stderr with the time left and the first method's S; on a terminal only.
+
+    S: generated tokens per decode step.
 
     Args:
         visible: whether this rank shows it.
@@ -70,13 +72,13 @@ class ProgressBar:
 
 
 class PipeConsole(Console):
-    """A rich console that raises BrokenPipeError when the reader of a pipe has left; rich's own ends the process."""
+    """A rich console that raises BrokenPipeError when a pipe's reader has left, where rich would end the process."""
 
     def on_broken_pipe(self) -> None:
-        """Hook of rich, called while a BrokenPipeError is handled: let it go on.
+        """Raise the BrokenPipeError that is being handled once more; rich's own version of this hook ends the process.
 
         Raises:
-            BrokenPipeError: the one that is being handled.
+            BrokenPipeError: the error that is being handled.
         """
         raise
 
@@ -86,7 +88,7 @@ def console_on(file: TextIO, width: int) -> Console:
 
     Args:
         file: where it prints.
-        width: characters of a line where the file is no terminal, which has its own width.
+        width: characters per line in a file; a terminal has its own width.
     """
     console = PipeConsole(file=file)
     return console if console.is_terminal else PipeConsole(file=file, width=width)

@@ -32,12 +32,11 @@ class Result:
 
     Args:
         prompt: the prompt.
-        prompt_tokens: tokens of the prompt.
+        prompt_tokens: number of tokens in the prompt.
         text: the generated text, or its beginning if Ctrl-C ended it.
-        shown: the decode that gave this text.
-        measured: runs by method; empty if Ctrl-C came before the last method was measured.
-        differences: the first token of each method that differs from plain decoding's; methods without one are left
-            out.
+        shown: output of the decoding that generated this text.
+        measured: results of the methods, by method; empty if Ctrl-C came before the last method was measured.
+        differences: one difference for each method whose tokens differ from plain decoding's, at its first such token.
     """
 
     prompt: Prompt
@@ -80,7 +79,10 @@ class TextReport:
 
     @property
     def equal(self) -> bool | None:
-        """Whether every method generated plain decoding's tokens; None if not compared, or not promised."""
+        """Whether every method generated plain decoding's tokens.
+
+        None if tokens were not compared, or need not be equal (rejection sampling).
+        """
         return not self.differences if self.compared and not self.in_distribution else None
 
     @property
@@ -90,11 +92,17 @@ class TextReport:
 
     @property
     def in_distribution(self) -> bool:
-        """Whether texts are equal only in distribution (rejection sampling), so that other tokens are no fault."""
+        """Whether texts equal plain decoding's in distribution only, so that different tokens are no fault.
+
+        Rejection sampling has this effect.
+        """
         return self.sampling is not None and self.sampling.verifier is lp.Verifier.REJECTION
 
     def totals(self) -> list[Total]:
-        """Totals of each method over the measured prompts; after Ctrl-C, also of texts that were only shown."""
+        """Totals of each method over the measured prompts.
+
+        After Ctrl-C there is one more: the total of the texts that were shown but not measured.
+        """
         names = dict.fromkeys(name for result in self.finished for name in result.measured)
         differences = None if self.equal is None else [difference for _, difference in self.differences]
         found = {
@@ -202,7 +210,7 @@ def caption(report: TextReport) -> str:
 
 
 def spreads(report: TextReport) -> list[str]:
-    """A line with every method's least and most speed-up over the rounds, in a list; an empty list for a single round.
+    """A list with one line that names every method's least and largest speed-up; empty after a single round.
 
     Args:
         report: the run's result.

@@ -32,7 +32,8 @@ LAYER = {
 def interleaved(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
     """Reorder a query or key projection's rows from transformers' rotary layout to GGML's.
 
-    transformers pairs a row with the one half a head further; GGML has the two rows of a pair side by side.
+    Rotary embeddings turn rows in pairs. In transformers the two rows of a pair are half a head apart; in GGML they are
+    adjacent.
 
     Args:
         weight: (heads x head_dim, hidden).
@@ -49,7 +50,7 @@ def tensors_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
         model: an HF causal LM.
 
     Raises:
-        UserError: no Llama, or one with biases or scaled rotary frequencies.
+        UserError: the model is no Llama, or has biases or scaled rotary frequencies.
     """
     config = model.config
     weights = model.state_dict()
@@ -84,7 +85,7 @@ def write_gguf(model: PreTrainedModel, path: str) -> None:
         path: the file to write.
 
     Raises:
-        UserError: no Llama, or one with biases or scaled rotary frequencies.
+        UserError: the model is no Llama, or has biases or scaled rotary frequencies.
     """
     import gguf
 

@@ -1,6 +1,6 @@
 """Sums of a method's runs over prompts, from which every table, plot and JSON object of methods takes its figures.
 
-S: generated tokens a decode step. The oracle is decoder=autoregressive, one token a step without lp's engine.
+S: generated tokens per decode step. The oracle is decoder=autoregressive, one token per step without lp's engine.
 """
 
 from __future__ import annotations
@@ -33,11 +33,13 @@ class Total:
         step_tokens: tokens that rank 0 computed in all these steps.
         decode_s: seconds of decoding without the prefill: the sum of each prompt's median round.
         rounds_s: seconds of every round, all prompts together; empty where rounds were not recorded.
-        differing: prompts whose tokens differ from the oracle's; None where this was not compared or is not promised.
+        differing: number of prompts whose tokens differ from those of decoder=autoregressive; None if tokens were not
+            compared, or need not be equal.
         near_ties: how many of these first differ where two scores are so close that rounding decides.
         interrupted: whether Ctrl-C cut the run short.
-        plain: plain decoding of the same prompts in the same run, else the oracle; None if neither ran.
-        records: the records that were added up, one a prompt; empty for runs without a record file.
+        plain: totals of plain decoding on the same prompts in the same run, else of decoder=autoregressive; None if
+            neither ran.
+        records: the records that were added up, one for each prompt; empty for runs without a record file.
     """
 
     method: str
@@ -55,12 +57,13 @@ class Total:
 
     @classmethod
     def of_runs(cls, method: str, runs: Iterable[Measured], differences: Iterable[Difference] | None = None) -> Total:
-        """Add up runs that have just been measured.
+        """Add up a method's runs that have just been measured, one for each prompt.
 
         Args:
             method: the method's name.
             runs: one run for each prompt.
-            differences: first differences of any method's tokens from the oracle's; None if they were not compared.
+            differences: first differences of all methods' tokens from plain decoding's, of which those of this method
+                count; None if tokens were not compared.
         """
         runs = list(runs)
         total = cls(method=method)
@@ -75,7 +78,7 @@ class Total:
 
     @classmethod
     def of_records(cls, records: list[Record], plain: Total | None = None) -> Total:
-        """Add up a method's records under one setting.
+        """Add up one method's records, which were all measured under one setting.
 
         Args:
             records: one record for each prompt.
@@ -99,11 +102,11 @@ class Total:
         )
 
     def plus(self, output: GenerationOutput, decode_s: float | None = None) -> Total:
-        """These totals with one more text added.
+        """Return these totals with one more text added.
 
         Args:
-            output: the text's decode.
-            decode_s: its seconds of decoding; None takes those of `output`.
+            output: output of decoding that text.
+            decode_s: seconds that its decoding took; None takes those of `output`.
         """
         return replace(
             self,
@@ -116,12 +119,12 @@ class Total:
 
     @property
     def compression(self) -> float:
-        """S, generated tokens a decode step; 0 without steps."""
+        """S, generated tokens per decode step; 0 without steps."""
         return self.tokens / self.steps if self.steps else 0.0
 
     @property
     def tokens_per_s(self) -> float:
-        """Generated tokens a second of decoding, without the prefill."""
+        """Generated tokens per second of decoding, without the prefill."""
         return self.tokens / self.decode_s if self.decode_s else 0.0
 
     @property
@@ -136,14 +139,17 @@ class Total:
 
     @property
     def speedups(self) -> list[float]:
-        """Speed-up over plain decoding in every round; empty for plain decoding itself, and where it did not run."""
+        """Speed-up over plain decoding in every round.
+
+        Empty for plain decoding itself, and if plain decoding did not run.
+        """
         if self.plain is None or self.plain.method == self.method:
             return []
         return [rate / plain for rate, plain in zip(self.rates, self.plain.rates, strict=False)]
 
     @property
     def speedup(self) -> float | None:
-        """Speed-up over plain decoding in the same run: the median over the rounds; None where it did not run."""
+        """Speed-up over plain decoding in the same run, the median over the rounds; None without plain decoding."""
         if self.speedups:
             return median(self.speedups)
         return self.tokens_per_s / self.plain.tokens_per_s if self.plain and self.plain.tokens_per_s else None
@@ -155,25 +161,25 @@ class Total:
 
     @property
     def setting(self) -> dict[str, Any]:
-        """The settings by name, as in records; the decoder's own are named "decoder.KEY", without its W, N and G."""
+        """The settings by name, as in records; those of the decoder are named "decoder.KEY", without its W, N and G."""
         setting = dict(self.records[0]["settings"])
         decoder = setting.pop("decoder", None) or {}
         return setting | {f"{DECODER}{key}": value for key, value in decoder.items() if key not in SHAPE_KEYS}
 
     @property
     def guess_set_size(self) -> int | None:
-        """G of this method; None for a method without."""
+        """G, the guess set size of this method; None for a method without a guess set."""
         size = self.setting["G"]
         return size.get(self.method.partition("@")[0]) if isinstance(size, dict) else size
 
     @property
     def hardware(self) -> str:
-        """The machine in words; several, separated by "; ", if a run was resumed elsewhere."""
+        """The machine in words; several machines, separated by "; ", if a run was resumed on another one."""
         return "; ".join(dict.fromkeys(record["hardware"] for record in self.records))
 
     @property
     def accepted(self) -> dict[int, int]:
-        """How many decode steps accepted 0, 1, 2, ... draft tokens."""
+        """Number of decode steps that accepted 0, 1, 2, ... draft tokens, by the number of accepted tokens."""
         found: dict[int, int] = {}
         for record in self.records:
             for length, count in (record.get("accepted") or {}).items():
@@ -181,7 +187,7 @@ class Total:
         return found
 
     def a_step(self, name: str) -> float:
-        """Mean over all decode steps and ranks of a figure that records have for each rank; 0 where they lack it.
+        """Mean over all decode steps and ranks of a figure that records hold for each rank; 0 where they lack it.
 
         Args:
             name: a field of a record's "split": "num_tokens", "forward_ms", "exchange_ms" or "host_ms".
@@ -192,7 +198,7 @@ class Total:
 
     @property
     def peak_bytes(self) -> int | None:
-        """Most memory of any rank, in bytes; None where records do not have it."""
+        """Peak memory of the rank that took most, in bytes; None where records do not have it."""
         return max((record.get("peak_bytes") or 0 for record in self.records), default=0) or None
 
     def quality(self, name: str, key: str | None = None) -> float | None:
@@ -200,7 +206,7 @@ class Total:
 
         Args:
             name: the figure: "perplexity", "distinct" or "rouge".
-            key: which part of a figure that has several, as in "rougeL"; None for one without parts.
+            key: name of the part, for a figure that has several, as in "rougeL"; None for a figure without parts.
         """
         found = [record["quality"][name] for record in self.records if record.get("quality")]
         values = [value if key is None else value[key] for value in found if value is not None]
@@ -240,7 +246,7 @@ class Total:
 
 
 def totals(records: Iterable[Record]) -> list[Total]:
-    """Add up records by setting and method, in the order in which these first come.
+    """Add up records into one total for each setting and method, in the order in which their first records come.
 
     Args:
         records: records of any settings and methods.

@@ -60,7 +60,7 @@ NOTHING = Total(method="chat")
 
 
 def figures(total: Total) -> str:
-    """One line with tokens, decode steps, S (tokens a step) and speed, printed after each answer and by /stats.
+    """One line with tokens, decode steps, S (generated tokens per step) and speed, for each answer and for /stats.
 
     Args:
         total: the totals of one answer or of several.
@@ -75,14 +75,14 @@ class Chat:
 
     Args:
         config: the config, as the user gave it.
-        context: this rank among the others.
+        context: this rank's context.
         loaded: model and tokenizer.
         decoder: generates the answers.
         history: the turns so far.
         settings: how to sample the next answer; /set changes it.
         keyboard: source of the lines on rank 0; None on other ranks.
-        pen: writes answers and remarks; on ranks other than 0 to nowhere.
-        grammar: grammar that every answer follows; None for none.
+        pen: writes answers and remarks on rank 0; on other ranks it shows nothing.
+        grammar: grammar that every answer follows; None: answers follow no grammar.
         totals: totals of all answers, for /stats.
         images: images that /image has added to the next message.
         ended: whether the chat is over: /exit, or the end of the input.
@@ -102,7 +102,7 @@ class Chat:
     ended: bool = False
 
     def run(self) -> None:
-        """Greet the user, then read lines and act on each until the input ends or /exit."""
+        """Greet the user, then read lines and act on each, until the input ends or the user types /exit."""
         self._greet()
         while not self.ended:
             line = self.context.share_text(self.keyboard.read() if self.keyboard else None, "waiting for a line")
@@ -247,7 +247,7 @@ def chat(config: ChatConfig) -> None:
         config: this job's config.
 
     Raises:
-        ValueError: a user error.
+        ValueError: a value of the config is wrong, or the model cannot be loaded.
     """
     check_common(config)
     settings, builders = Settings.of(config), decoder_builders(config, [config.decoder.name])

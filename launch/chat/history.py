@@ -37,18 +37,18 @@ class History:
     """The conversation so far, from which the prompt for the next answer is made.
 
     A model whose tokenizer has no chat template only continues text. For it the prompt is the system text and all
-    messages and answers in a row, each message on a new line; an empty message makes the model go on where its answer
-    ended.
+    messages and answers in a row, each message on a new line. An empty message then makes the model continue its last
+    answer.
 
     Args:
         tokenizer: the model's tokenizer.
         context: most tokens that the model can take; None for no limit.
-        system: system prompt; stays in front when old turns are dropped. None for none.
+        system: system prompt, which stays when old turns are dropped; None: no system prompt.
         turns: the turns so far, oldest first.
         images: turns prompts with images into the model's inputs; None for a model that takes no images.
 
     Raises:
-        ValueError: the chat template refuses a conversation, as one with a system prompt.
+        ValueError: the chat template refuses a conversation, such as one with a system prompt.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -67,7 +67,7 @@ class History:
 
     @property
     def goes_on(self) -> bool:
-        """Whether an empty message makes the model continue: there is some text, and no chat template."""
+        """Whether an empty message makes the model continue: there is text to continue, and no chat template."""
         return not self.chats and bool(self.turns or self.system)
 
     def ids(self, line: str) -> list[int]:

@@ -18,12 +18,13 @@ HISTORY_LINES = 1000
 
 
 class Keyboard:
-    """Reads a chat's messages from stdin, one a line.
+    """Reads a chat's messages from stdin, one per line.
 
     Two things are one message of several lines: a block between \"\"\" and \"\"\", and a block pasted into a terminal.
 
     Args:
-        history_file: file of lines typed in former chats, which a terminal's arrow keys bring back; None keeps none.
+        history_file: file of lines typed in former chats, which a terminal's arrow keys bring back; None: lines are not
+            kept.
 
     Raises:
         ValueError: stdin is closed, or the history file cannot be read or written.

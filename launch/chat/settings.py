@@ -25,10 +25,10 @@ class Settings:
     """How the next answers of a chat are sampled, and how long they may be.
 
     Args:
-        sampling: sampling parameters; while `greedy`, all but the repetition penalty wait unused.
+        sampling: sampling parameters; while `greedy`, only the repetition penalty takes effect.
         greedy: whether every token is the most likely one.
         max_new_tokens: most tokens of an answer.
-        given: whether the config says how to sample, so that the checkpoint's generation_config.json is not asked.
+        given: whether the config says how to sample; if so, the checkpoint's generation_config.json does not.
     """
 
     sampling: lp.SamplingParams
@@ -38,7 +38,7 @@ class Settings:
 
     @classmethod
     def of(cls, config: ChatConfig) -> Settings:
-        """The settings with which a chat begins, from its config.
+        """Build a chat's first settings from the chat's config.
 
         Args:
             config: the chat's config.
@@ -54,7 +54,7 @@ class Settings:
         return cls(sampling=base, greedy=greedy, max_new_tokens=config.max_new_tokens, given=given)
 
     def behind(self, checkpoint: Checkpoint) -> Settings:
-        """These settings, or the checkpoint's own sampling where the config does not say how to sample.
+        """Return these settings, with the checkpoint's own sampling if the config does not say how to sample.
 
         Args:
             checkpoint: what the checkpoint's generation_config.json asks for.

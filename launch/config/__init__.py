@@ -1,1 +1,1 @@
-"""What the user typed: the schemas of conf/, the prompt beside it, and the decoders that a config names."""
+"""Configs of the apps: schemas of the YAML files in conf/, the prompt, and the decoders that a config names."""

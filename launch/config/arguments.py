@@ -1,4 +1,4 @@
-"""Arguments that are taken before Hydra: a prompt as it is, and files, without the quoting of Hydra's overrides.
+"""Arguments that are read before Hydra sees them: prompts and files, which need no quoting as Hydra's overrides do.
 
 The prompt goes to the config through the environment variable LP_PROMPT, which conf/ refers to, so that ranks and jobs
 that this process launches have it too.
@@ -31,14 +31,15 @@ def take_prompt(args: Sequence[str], positional: bool) -> list[str]:
     The prompt is put into the environment as LP_PROMPT.
 
     Args:
-        args: what the user typed behind the app's name.
-        positional: whether a text by itself is a prompt; KEY=VALUE never is, and what follows `--` always.
+        args: the arguments after the app's name.
+        positional: whether a text by itself is a prompt. If so, KEY=VALUE still is none, but anything after `--` is
+            one.
 
     Returns:
         The other arguments, which are Hydra's.
 
     Raises:
-        UserError: more than one prompt, or none behind `--prompt`.
+        UserError: more than one prompt, or none after `--prompt`.
     """
     prompts: list[str] = []
     others: list[str] = []
@@ -74,8 +75,8 @@ def take_files(args: Sequence[str], keys: Sequence[str]) -> list[str]:
     """Turn files that stand by themselves in an app's arguments into overrides: `in.jsonl` into `input='in.jsonl'`.
 
     Args:
-        args: what the user typed behind the app's name.
-        keys: keys for the files, in the order in which the files stand.
+        args: the arguments after the app's name.
+        keys: config keys to which the files are assigned, in this order.
 
     Returns:
         Hydra's arguments.
@@ -105,7 +106,7 @@ def take_files(args: Sequence[str], keys: Sequence[str]) -> list[str]:
 
 
 def quoted(text: str) -> str:
-    """A text as one value in Hydra's syntax of overrides, in single quotes, whatever characters it has."""
+    """Put a text into single quotes so that Hydra reads it as one value of an override, whatever characters it has."""
     escaped = re.sub(r"(\\*)'", r"\1\1\\'", text)
     trailing = re.search(r"\\*$", escaped)
     assert trailing
@@ -113,7 +114,7 @@ def quoted(text: str) -> str:
 
 
 def overrides_first(args: Sequence[str]) -> list[str]:
-    """An app's arguments with all overrides before Hydra's options; argparse takes them on one side alone.
+    """Put an app's overrides before Hydra's options, since argparse refuses overrides on both sides of the options.
 
     Args:
         args: command line arguments, without a prompt.
@@ -135,7 +136,7 @@ def read_stdin() -> str:
     """All text of standard input.
 
     Raises:
-        UserError: it is closed, or not text.
+        UserError: standard input is closed, or is not text.
     """
     if sys.stdin is None:
         raise UserError("stdin is closed; give the prompt behind --prompt, or in a file: prompt_file=...")
@@ -157,8 +158,8 @@ def closest(name: str, known: Iterable[str], prefix: str = "") -> str:
     """The end of a message about an unknown name: "; did you mean 'pool.scope'?", or "" if no known name is like it.
 
     Args:
-        name: what the user wrote.
-        known: names that there are.
+        name: the unknown name that the user wrote.
+        known: all names that exist.
         prefix: put before the suggested name.
     """
     found = difflib.get_close_matches(name, list(known), n=1)

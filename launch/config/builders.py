@@ -26,19 +26,22 @@ D = TypeVar("D", bound=Decoder)
 
 
 def decoder_names() -> tuple[str, ...]:
-    """Names that `decoder=` takes: plain decoding, the oracle (autoregressive), and every registered draft source."""
+    """Names that `decoder=` takes: plain decoding, the oracle (autoregressive), and every registered draft source.
+
+    A draft source is a way to draft tokens, such as lookahead or prompt lookup.
+    """
     return tuple(dict.fromkeys([*METHODS, ORACLE, *decoder_choices()]))
 
 
 def decoder_builders(config: Common, names: Iterable[str]) -> Builders:
-    """Functions that build these decoders for a loaded model; their settings are checked now, before it is loaded.
+    """Make the functions that build decoders for a loaded model; the settings are checked before it is loaded.
 
     Args:
         config: the run's config.
         names: names of decoders, such as "lookahead".
 
     Returns:
-        (model, context) -> decoder, by name.
+        A function (model, context) -> decoder for each name.
 
     Raises:
         ValueError: a value out of range, or a decoder whose package is not installed.
@@ -61,7 +64,7 @@ def decoder_builders(config: Common, names: Iterable[str]) -> Builders:
 
 
 def guess_set_sizes(config: Common, names: Iterable[str]) -> dict[str, int]:
-    """G (the paper's guess_set_size) by name, of the decoders that have a G.
+    """G (the paper's guess_set_size) of each decoder that has one, by the decoder's name.
 
     Args:
         config: the run's config.
@@ -75,11 +78,13 @@ def guess_set_sizes(config: Common, names: Iterable[str]) -> dict[str, int]:
 
 
 def draft_configs(config: Common, names: Iterable[str]) -> dict[str, DraftConfig]:
-    """Settings of draft sources by name, of the decoders that draft.
+    """Settings for drafting tokens, by decoder; decoders that draft nothing are left out.
+
+    Plain decoding and the oracle (autoregressive) draft nothing.
 
     Args:
         config: the run's config.
-        names: names of decoders; plain decoding and the oracle draft nothing, and are left out.
+        names: names of decoders.
 
     Raises:
         ValueError: a value out of range.
@@ -89,7 +94,7 @@ def draft_configs(config: Common, names: Iterable[str]) -> dict[str, DraftConfig
 
 
 def has_pool(names: Iterable[str]) -> bool:
-    """Whether one of these decoders drafts from an n-gram pool.
+    """Whether at least one of these decoders drafts from an n-gram pool.
 
     Args:
         names: names of decoders.
@@ -101,10 +106,10 @@ def has_pool(names: Iterable[str]) -> bool:
 def measured(decoder: D) -> D:
     """Make a decoder ignore the checkpoint's generation config, so that runs of different models are measured alike.
 
-    Apps that follow that config ask for it themselves.
+    Apps that follow the generation config turn it on again afterwards.
 
     Args:
-        decoder: changed, and returned.
+        decoder: the decoder, which is changed and returned.
     """
     decoder.follows = NONE
     return decoder
@@ -133,6 +138,9 @@ def _settings(name: str, config: Common) -> DraftConfig:
 
 
 def shape_and_pool(config: Common) -> dict[str, Any]:
-    """The run's W, N, G and pool by field of draft sources' configs, such as window_size; null ones are left out."""
+    """The run's W, N, G and settings of the n-gram pool, by their names in draft configs, such as window_size.
+
+    Settings that are null are left out.
+    """
     values = {field: attrgetter(key)(config) for field, key in (SHAPE_KEYS | POOL_KEYS).items()}
     return {field: value for field, value in values.items() if value is not None}

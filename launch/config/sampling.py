@@ -1,4 +1,4 @@
-"""How the tokens of a run are sampled: as the config says, else as the checkpoint does; and a line that says it."""
+"""How a run samples tokens: as the config says, else as the checkpoint does; and a line of text that says how."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .schema import Common, frozen
 def seeded(
     sampling: lp.SamplingParams | None, context: lp.ParallelContext, before: int | None = None
 ) -> lp.SamplingParams | None:
-    """Sampling with a known seed that is equal on all ranks and for all texts of a run, so that they can be compared.
+    """Give sampling a seed that is equal on all ranks and for all texts of a run, so that the texts can be compared.
 
     Args:
-        sampling: the user's; greedy sampling, and one with a seed, stay as they are.
-        context: the ranks; rank 0 draws a seed if none was given.
-        before: seed of the interrupted run that this one goes on with; None: there is none.
+        sampling: the user's sampling; if it is greedy or has a seed, it is returned unchanged.
+        context: this rank's context; rank 0 draws a seed if none was given.
+        before: seed of the interrupted run that this run continues; None: it continues none, and takes the drawn seed.
     """
     if sampling is None or sampling.greedy or sampling.seed is not None:
         return sampling
@@ -31,12 +31,12 @@ def seeded(
 def sampled_by_checkpoint(
     sampling: lp.SamplingParams | None, checkpoint: Checkpoint, seed: int | None
 ) -> lp.SamplingParams | None:
-    """The run's sampling; if the user chose none, the checkpoint's.
+    """The run's sampling: what the user chose, else what the checkpoint's generation config asks for.
 
     Args:
-        sampling: the user's; None is greedy, the apps' default.
-        checkpoint: what is followed of the checkpoint's generation config.
-        seed: the run's seed.
+        sampling: the user's sampling; None: the user chose none.
+        checkpoint: the part of the checkpoint's generation config that this run follows.
+        seed: seed for the checkpoint's sampling; None: no seed yet.
     """
     if sampling is not None or not checkpoint.samples:
         return sampling
@@ -60,7 +60,7 @@ def sampling_of(config: Common) -> lp.SamplingParams | None:
 def describe_sampling(sampling: lp.SamplingParams | None) -> str:
     """Sampling in words, for tables: "greedy", or "sampled with temperature=0.8 seed=1 verifier=coupled".
 
-    Settings that have their default values are left out, but for these three.
+    Other settings are named only if they differ from their defaults.
     """
     if sampling is None:
         return "greedy"

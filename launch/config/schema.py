@@ -1,12 +1,12 @@
-"""Every key of the apps, once: type and default are a field here, and the text is the field's entry under Args.
+"""Every key of the apps, once: a dataclass field gives its type and default, the field's entry under Args its text.
 
-`--help` and docs/reference/config.md are made of it, and the files of conf/ repeat none of it: conf/APP.yaml says which
-choices of the config groups the app begins with, and the files of a group set what is particular to a model, a task or
-an experiment.
+`--help` and docs/reference/config.md are made from these, and the files of conf/ repeat none of them: conf/APP.yaml
+says which choices of the config groups the app begins with, and the files of a group set what is particular to a model,
+a task or an experiment.
 
-Hydra merges YAML into a schema, which a frozen dataclass does not allow: the schemas of the decoders are unfrozen
-mirrors of lp's own configs, and `frozen` builds the real one, whose `__post_init__` checks the values. The config
-groups `decoder` and `sampling` have no files: they are made of the registered draft sources and of SamplingParams.
+Hydra merges YAML into a schema, which a frozen dataclass does not allow. So the schemas of the decoders are unfrozen
+mirrors of lp's own configs, and `frozen` builds the real config, whose `__post_init__` checks the values. The config
+groups `decoder` and `sampling` have no files: they are made from the registered draft sources and from SamplingParams.
 """
 
 from __future__ import annotations
@@ -168,6 +168,9 @@ class AutoregressiveSchema:
 @dataclass
 class PoolSchema:
     """How long the n-gram pool lasts, and how large it grows.
+
+    The pool keeps n-grams of texts and files. Where the last tokens of a text are the beginning of such an n-gram, it
+    drafts the rest of the n-gram.
 
     Args:
         scope: request, or session, with which it lasts from prompt to prompt.
@@ -337,7 +340,7 @@ class LinkSchema:
 
 
 def known_links() -> dict[str, LinkSchema]:
-    """Links between GPUs or nodes by name, such as "nvlink", whose speeds are published, or were measured by us."""
+    """Links between GPUs or nodes by name, such as "nvlink", with speeds that are published or were measured."""
     tuning = "NCCL src/graph/tuning.cc: ring, LL protocol"
     return {
         "nvlink": LinkSchema(6.6, 0.6, 87.7, f"{tuning}, NVLINK; its LL bandwidth on Ampere"),
@@ -569,15 +572,16 @@ class ProfileConfig(Common):
 
 
 def mirror(config: type, name: str, values: Mapping[str, Any] | None = None, without: Container[str] = ()) -> type:
-    """An unfrozen dataclass with the fields of a config, into which Hydra can merge YAML, and a `name` of its choice.
+    """Make an unfrozen dataclass from a frozen config, so that Hydra can merge YAML into it.
 
-    An enum becomes a str: OmegaConf takes enums by member name, users know them by value.
+    It has the config's fields, and a field `name` that says which choice of the config group it is. Enums become
+    strings, because OmegaConf takes an enum by member name while users know it by value.
 
     Args:
         config: a frozen dataclass of lp, such as LookaheadConfig.
-        name: default of the added field `name`: the choice in the config group.
-        values: defaults other than the config's own; strings may be interpolations.
-        without: fields that are set by keys elsewhere, or in Python alone.
+        name: default of the added field `name`.
+        values: defaults other than the config's own, by field; strings may be OmegaConf interpolations.
+        without: fields to leave out, as other keys set them, or only Python does.
     """
     hints = get_type_hints(config)
     members: list[tuple[str, Any, Any]] = [("name", str, field(default=name))]
@@ -603,11 +607,11 @@ PYTHON_ALONE = ("ablation", "warmup_steps", "max_spec_offset", "max_tree_depth",
 
 @dataclass(frozen=True)
 class DecoderChoice:
-    """One choice of the config group `decoder`: a draft source, or a preset of its settings.
+    """One choice of the config group `decoder`: a draft source (a way to draft tokens), or a preset of its settings.
 
     Attributes:
         config: class of the draft source's config.
-        values: fields that this choice sets, by name, such as adaptive=True of lookahead_auto.
+        values: values of the fields that this choice sets, by name, such as adaptive=True for lookahead_auto.
     """
 
     config: Any
@@ -618,10 +622,10 @@ class DecoderChoice:
         return name in {item.name for item in fields(self.config)}
 
     def schema(self, name: str) -> type:
-        """The dataclass into which Hydra merges this decoder's own keys, below `decoder.`.
+        """Make the dataclass into which Hydra merges this decoder's own keys, below `decoder.`.
 
-        Left out are fields that are keys of the app (W, N, G, the pool), that this choice sets, or that only Python
-        sets.
+        Fields are left out if they are keys of the app (W, N, G, the n-gram pool), if this choice sets them, or if only
+        Python sets them.
 
         Args:
             name: name of the choice, as in decoder=NAME.
@@ -630,7 +634,10 @@ class DecoderChoice:
 
 
 def decoder_choices() -> dict[str, DecoderChoice]:
-    """Choices of the config group `decoder` that draft, by name: every draft source, and lookahead's presets."""
+    """All decoders that draft tokens, as choices of the config group `decoder`, by name.
+
+    They are the registered draft sources, and presets of lookahead's settings.
+    """
     choices: dict[str, DecoderChoice] = {}
     for entry in sources():
         presets = LOOKAHEAD_PRESETS if entry.config is LookaheadConfig else {entry.name: {}}
@@ -639,22 +646,22 @@ def decoder_choices() -> dict[str, DecoderChoice]:
 
 
 def frozen(config: type[T], schema: Any, **others: Any) -> T:
-    """Build the frozen config of which Hydra has filled the unfrozen mirror; its values are checked.
+    """Build a frozen config from its unfrozen mirror, which Hydra has filled; the values are checked.
 
     Args:
-        config: class of the config.
-        schema: the mirror (`mirror`), filled.
-        others: fields that the mirror lacks.
+        config: class of the frozen config.
+        schema: the filled instance of the class that `mirror` made.
+        others: values of fields that the mirror lacks.
 
     Raises:
-        ValueError: a value out of range, from the config itself.
+        ValueError: a value out of range; the config itself raises this.
     """
     names = {item.name for item in fields(config)} & vars(schema).keys()  # type: ignore[arg-type]
     return config(**{name: getattr(schema, name) for name in names}, **others)
 
 
 def settings(cfg: DictConfig) -> Any:
-    """The config of a job as the dataclass of its app, with interpolations resolved.
+    """Turn a job's config, as Hydra composed it, into the dataclass of its app, with interpolations resolved.
 
     Args:
         cfg: the config as Hydra composed it.
@@ -672,7 +679,7 @@ def settings(cfg: DictConfig) -> Any:
 
 
 def unknown_key(key: str, schema: Any) -> str:
-    """The line that refuses a key which an app does not have: what replaced it, or the keys that there are.
+    """The error message for a key that an app does not have: the key's replacement, or the keys that the app has.
 
     Args:
         key: the key with its group, such as "pool.size".
@@ -709,7 +716,7 @@ def _refuse_extras(node: Any, prefix: str) -> None:
 
 
 def register() -> None:
-    """Register in Hydra what conf/ has no files of: the apps' keys, and choices of decoders, samplings and shapes."""
+    """Register in Hydra the configs that have no file in conf/: apps' keys, decoders, samplings and model shapes."""
     schemas = {
         "generate": Config,
         "chat": ChatConfig,

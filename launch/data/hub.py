@@ -22,11 +22,11 @@ def load_hub(
 
     Args:
         name: the data set's name on the hub, or a folder of JSONL files.
-        subset: name of its configuration, as in "main"; None for a data set without.
+        subset: name of its configuration, as in "main"; None for a data set without configurations.
         split: name of the split, as in "test".
-        prompt: field of the prompt's text, or a template of fields, as in "Sum up: {article}".
-        reference: field or template of a known continuation; None for none.
-        task_id: field or template of the prompt's name; None takes the record's number.
+        prompt: field with the prompt's text, or a template of fields, as in "Sum up: {article}".
+        reference: field or template of a known continuation; None: prompts have no reference.
+        task_id: field or template of the prompt's name; None takes the record's number, from 0.
         limit: read only the first `limit` records; None reads all.
 
     Raises:

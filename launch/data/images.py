@@ -1,4 +1,4 @@
-"""Decode images from files and requests, which may be hostile: known formats alone, and a bounded number of pixels."""
+"""Decode images from files and requests, which may be hostile: only known formats, and a bounded number of pixels."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def decoded(data: bytes, name: str, room: int = MOST_PIXELS) -> Image:
 
     Args:
         data: content of the image file; it may be anything.
-        name: what error messages call the image, as in "photo.jpg".
-        room: most pixels that the image may have: what the prompt's images before it leave of MOST_PIXELS.
+        name: the image's name in error messages, as in "photo.jpg".
+        room: most pixels that the image may have: MOST_PIXELS, minus the pixels of the images before it in the prompt.
 
     Raises:
         ValueError: not an image in one of FORMATS, broken, too many pixels, one side more than MOST_RATIO times the

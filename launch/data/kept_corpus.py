@@ -1,8 +1,9 @@
-"""A corpus that stays as its folder's files are: what has changed is written to a small delta beside it.
+"""Keep a corpus (an index of a folder's text) up to date while files change, by a small delta file beside it.
 
-The corpus itself is written anew, in a thread of its own, once the delta has grown: until then a change costs as much
-as the delta has tokens, not the corpus. `lp.draft.pool.followed_corpora` reads both. Each is written whole or not at
-all: whoever is ended in it leaves what was there, and the next one finds by size and time what has changed.
+Once the delta has grown, the corpus itself is written anew, in a thread of its own. Until then, a change takes time in
+proportion to the delta, not to the corpus. `lp.draft.pool.followed_corpora` reads both files. Each of them is written
+whole or not at all. If a process ends while it writes, the former file stays, and the next process finds by size and
+time which of the folder's files have changed.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ REBUILD_SHARE = 0.1  # of the time goes to that, at most
 
 
 class KeptCorpus:
-    """Keeps one corpus.
+    """Keeps the corpus of a watched folder up to date; a corpus is an index of the folder's text.
 
     Args:
         watched: the folder.
-        tokens: a file's tokens; None for a file that has no place in a corpus.
-        path: where the corpus is.
-        vocabulary_size: V.
+        tokens: returns a file's token ids; None for a file that the corpus leaves out.
+        path: the corpus file, which exists.
+        vocabulary_size: V, how many tokens the model knows.
     """
 
     def __init__(
@@ -77,18 +78,18 @@ class KeptCorpus:
             self._write_delta()
 
     def keep(self) -> None:
-        """Keep it, until an interrupt."""
+        """Keep the corpus up to date, until Ctrl-C."""
         while True:
             self.look(WAIT_S)
 
     def look(self, wait_s: float = 0) -> None:
-        """Look at the folder once, and write what has changed.
+        """Look once for changed files in the folder, and write the changes to the corpus or its delta.
 
         Args:
-            wait_s: how long to wait for a change, at most.
+            wait_s: most seconds to wait for a change.
 
         Raises:
-            ValueError: something else has taken the corpus' place.
+            ValueError: another program has damaged the corpus, or replaced it by that of another folder or model.
         """
         if paths := self._watched.look(wait_s):
             self._update(paths)
@@ -198,7 +199,12 @@ class KeptCorpus:
 
 
 def in_background(function: Callable[..., np.ndarray], *args: object) -> Future[np.ndarray]:
-    """What a function returns, made in a thread that ends with the process."""
+    """Call a function in a thread that ends with the process, and return a future of its result.
+
+    Args:
+        function: the function to call.
+        args: its arguments.
+    """
     made: Future[np.ndarray] = Future()
 
     def make() -> None:

@@ -22,7 +22,7 @@ class Prompt:
         task_id: name of the prompt in tables and record files, as in "HumanEval/0".
         text: the prompt itself.
         reference: a known good continuation; None where the task has none.
-        source: where the prompt comes from, as in a data set's name.
+        source: origin of the prompt, such as a data set's name; None if it is not known.
         fields: the prompt's whole record in its data set, which may hold its tests; empty for a prompt without a
             record.
     """
@@ -59,7 +59,7 @@ class Fields:
 
     Args:
         prompt: field or template of the prompt's text.
-        reference: field or template of a known continuation; None for none.
+        reference: field or template of a known continuation; None: prompts have no reference.
         task_id: field or template of the prompt's name; None takes the record's number.
     """
 
@@ -68,12 +68,12 @@ class Fields:
     task_id: str | None = None
 
     def read(self, record: Mapping[str, Any], number: str, source: str | None) -> Prompt:
-        """Make a prompt of one record of the data set.
+        """Make a prompt from one record of the data set.
 
         Args:
             record: the record's fields by name.
             number: the prompt's name where the data set has no field for it.
-            source: the data set's name.
+            source: the data set's name; None if it has none.
 
         Raises:
             ValueError: the record lacks a field.
@@ -104,10 +104,10 @@ def filled(template: str, record: Mapping[str, Any]) -> str:
 
 
 def load_jsonl(path: str | Path, limit: int | None = None, fields: Fields | None = None) -> list[Prompt]:
-    """Read prompts from a file with one JSON object a line, as in {"task_id": ..., "prompt": ...}.
+    """Read prompts from a file with one JSON object per line, as in {"task_id": ..., "prompt": ...}.
 
-    A line may also have "reference" and "source". Without "task_id", the file's name and the line's number are the
-    name.
+    A line may also have "reference" and "source". Without "task_id", the prompt is named after the file and the line's
+    number.
 
     Args:
         path: the file; blank lines are skipped.
@@ -130,7 +130,7 @@ def read_text(path: str | Path, name: str = "prompt file") -> str:
 
     Args:
         path: the file.
-        name: what error messages call it, as in "prompt file".
+        name: the file's name in error messages, as in "prompt file".
 
     Raises:
         ValueError: the file does not exist, may not be read, or is not UTF-8.

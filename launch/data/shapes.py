@@ -130,7 +130,7 @@ def check_memory(needed: int, device: torch.device) -> None:
 
     Args:
         needed: bytes to be allocated.
-        device: where; a device that does not tell its free memory is not checked.
+        device: where they are allocated; a device that does not report its free memory is not checked.
 
     Raises:
         ValueError: names the bytes needed and those free.

@@ -1,4 +1,4 @@
-"""List the source files of a folder, as a repository would keep them: without what .gitignore names."""
+"""List the source files of a folder as a git repository would keep them, without files that .gitignore names."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class SourceFile:
 
 
 def source_files(folder: Path, needs_git: bool = False) -> list[SourceFile]:
-    """List the files in a folder and its subfolders, sorted by path, without links and what .gitignore names.
+    """List the files in a folder and its subfolders, sorted by path, without links and files that .gitignore names.
 
-    Repositories inside the folder, submodules among them, are listed by their own .gitignore. Where git fails, a
-    warning says so, .gitignore is not read, and hidden files are left out.
+    A repository inside the folder, such as a submodule, is listed by its own .gitignore. Where git fails, a warning
+    says so, .gitignore is not read, and hidden files are left out.
 
     Args:
         folder: the folder to list.

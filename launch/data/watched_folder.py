@@ -1,9 +1,9 @@
-"""A folder whose files are edited: which of them have changed since one looked last.
+"""Watch a folder whose files are edited, and tell which of them have changed since the last look.
 
 The operating system reports edits, by the package watchfiles, in the folders in which git lists files and in no others.
 After a new file, a new folder or a changed .gitignore the files are listed anew. They are listed every five seconds in
-any case: network file systems do not report what other machines write, and where too many reports come at once some
-are lost.
+any case: network file systems do not report what other machines write, and where too many reports come at once some are
+lost.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ LISTINGS = 3  # at a time, where folders come meanwhile
 
 
 class WatchedFolder:
-    """Says what has changed.
+    """Tells which files in a folder and its subfolders have changed since the last look.
 
     Args:
-        folder: whose files are watched, and those below it, as `source_files` lists them.
-        leaves_out: says of a path whether it is left out.
+        folder: the folder, of which all files that `source_files` lists are watched.
+        leaves_out: takes a path relative to the folder, and returns whether that file is left out.
 
     Attributes:
-        files: all of them, by path, as they were when they were looked at last.
+        files: all watched files by path, as they were at the last look.
 
     Raises:
         ValueError: no such folder, or git does not list its files.
@@ -63,10 +63,10 @@ class WatchedFolder:
         """Paths of files that have changed, come or gone since the last look.
 
         Args:
-            wait_s: how long to wait for one, at most.
+            wait_s: most seconds to wait for a change.
 
         Raises:
-            ValueError: the folder is there no more.
+            ValueError: the folder no longer exists.
         """
         changed = set[str]()
         for change, place in self._told(min(wait_s, max(self._list_by_s - time.monotonic(), 0))):

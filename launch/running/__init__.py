@@ -1,1 +1,1 @@
-"""What every run needs: Hydra around its job, errors as a user reads them, what ranks say once, the model's session."""
+"""Shared by all apps: starting through Hydra, error messages, printing once for all ranks, and the model's session."""

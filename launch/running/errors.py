@@ -34,7 +34,9 @@ OURS = ("lp", "launch", "__main__")
 
 @contextlib.contextmanager
 def reported() -> Iterator[None]:
-    """Within the block, an error that a user can mend becomes one line on stderr and an exit code; a bug passes.
+    """Within the block, an error that a user can fix becomes one line on stderr and an exit code.
+
+    An error that is a bug is raised as usual, with its traceback.
 
     Raises:
         SystemExit: 2 after a user error, or where a disk or memory is full, 1 after the loss or failure of a rank, 130
@@ -88,7 +90,7 @@ def explain(error: Exception) -> str:
     """One line for the user about an error in the config or its overrides: the key, and what to write instead.
 
     Args:
-        error: Hydra's, OmegaConf's or a UserError.
+        error: an error from Hydra or OmegaConf, or a UserError.
     """
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     if told := _removed(error, cause):

@@ -1,4 +1,4 @@
-"""What every app starts with: Hydra composes the config and runs the task. HYDRA_FULL_ERROR=1 shows tracebacks."""
+"""The start of every app: Hydra composes the config and runs the task. HYDRA_FULL_ERROR=1 shows tracebacks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(task: Callable[[Any], float | None], config_name: str = "generate") -> N
     """Compose an app's config from sys.argv and run its task, once or for every job of a sweep.
 
     Args:
-        task: runs the app with its config; what it returns is a sweep's objective.
+        task: runs the app with its config; its return value is the objective that a sweep optimises.
         config_name: name of the YAML file in conf/ with the app's keys.
 
     Raises:
@@ -72,7 +72,7 @@ def import_plugins() -> None:
 
 
 def register_resolvers() -> None:
-    """Register functions that conf/ calls: for the folders of runs and sweeps, and the name of the apps' package."""
+    """Register the resolvers that YAML files in conf/ call: the folders of runs and sweeps, and the apps' package."""
     OmegaConf.register_new_resolver("run_dir", _run_dir, replace=True)
     OmegaConf.register_new_resolver("sweep_dir", _sweep_dir, replace=True)
     OmegaConf.register_new_resolver("app_package", lambda: PACKAGE, replace=True)

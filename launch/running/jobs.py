@@ -1,4 +1,4 @@
-"""Jobs of a run: launched on several ranks of this machine, and in a sweep going on after a job has failed."""
+"""Run jobs on several ranks of this machine, and continue a sweep after a job has failed."""
 
 from __future__ import annotations
 
@@ -32,13 +32,15 @@ FAILED_OBJECTIVE = 0.0  # what a sweeper gets for a failed job
 
 
 def leave_objective(value: float | None) -> float | None:
-    """Hand a task's result to the process that launched these ranks, for a sweep's optimiser; written by rank 0.
+    """Hand a task's result to the process that launched these ranks, which gives it to a sweep's optimiser.
+
+    Rank 0 writes it to a file that the launching process has named.
 
     Args:
-        value: what the task returned; None: nothing.
+        value: the task's result; None: there is nothing to hand over.
 
     Returns:
-        The value.
+        `value`, unchanged.
     """
     if value is not None and (path := os.environ.get(OBJECTIVE)) and rank() == 0:
         Path(path).write_text(repr(value))
@@ -53,11 +55,11 @@ def relaunch(
     Args:
         nproc: number of ranks to launch.
         app: name of another app to run, such as "benchmark"; None: this one.
-        instead: overrides for it; None: those of this job.
-        place: torchrun's options that say where the ranks are: on this machine alone, or with others elsewhere.
+        instead: overrides to give to the app; None: those of this job.
+        place: torchrun's options that say which machines take part: this one alone, or others too.
 
     Returns:
-        None if the task returned nothing.
+        The result; None if the task returned nothing.
 
     Raises:
         SystemExit: the exit code of the ranks, if it is not 0.
@@ -96,7 +98,7 @@ def folder_of_run() -> Path:
 
 
 def goes_on(folder: Path) -> str:
-    """The line that a long run prints at its start: where its records are, and which command goes on after a break.
+    """The line that a long run prints at its start: where its records are, and how to continue after an interruption.
 
     Args:
         folder: the folder of the records.
@@ -105,7 +107,7 @@ def goes_on(folder: Path) -> str:
 
 
 def surviving(job: Callable[[DictConfig], Any]) -> Callable[[DictConfig], Any]:
-    """Wrap a job so that in a sweep its failure is noted in a file, and the next job runs.
+    """Wrap a job so that, in a sweep, its failure is noted in a file and the sweep continues with the next job.
 
     Ctrl-C still ends the sweep, and so does a failure that cannot be written down.
 
@@ -141,7 +143,7 @@ def surviving(job: Callable[[DictConfig], Any]) -> Callable[[DictConfig], Any]:
 
 
 def failed_jobs(folder: Path) -> list[Path]:
-    """Files about failed jobs in a sweep's folder, which `surviving` wrote: each has a job's overrides.
+    """Files in a sweep's folder that `surviving` wrote, one for each failed job, with the job's overrides.
 
     Args:
         folder: the folder that the sweep's jobs share.

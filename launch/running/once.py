@@ -1,7 +1,8 @@
-"""Lines that all ranks would print, such as an error that all have, are printed by one of them.
+"""Print once what every rank would print, such as an error that all ranks have.
 
-For an error the ranks agree through torchrun's store, which is there before the first rank starts and until the last
-one has ended. So it matters neither how much later one rank fails than another, nor how soon torchrun ends the others.
+The ranks agree which of them prints, through torchrun's store. It exists before the first rank starts and until the
+last one has ended. So it does not matter how much later one rank fails than another, or how soon torchrun ends the
+others.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ def rank() -> int:
 def print_once(text: str) -> None:
     """Print a text on stderr, unless another rank of this launch has printed it.
 
-    A rank that comes with an equal text again, as in the next job of a sweep, prints it again. Under a launcher that is
-    not torchrun there is no store to agree through: every rank prints, rank 0 first.
+    A rank that calls this with an equal text again, as in the next job of a sweep, prints it again. Launchers other
+    than torchrun have no store through which ranks could agree. Every rank prints under them, rank 0 first.
 
     Args:
-        text: equal on all ranks that would print it. A rank other than 0 writes its number before it, as an error may
-            be on one node alone.
+        text: the text, equal on all ranks that would print it. A rank other than 0 writes its number before the text,
+            as an error may occur on one node alone.
     """
     this = rank()
     store = _torchrun_store()
@@ -86,10 +87,10 @@ def _torchrun_store() -> dist.Store | None:
 
 @contextlib.contextmanager
 def on_rank_0(context: ParallelContext, file: TextIO) -> Iterator[TextIO]:
-    """Within the block, a file that prints on rank 0 alone: `file` there, /dev/null on other ranks.
+    """Give the block a file to print to: `file` on rank 0, /dev/null on other ranks.
 
     Args:
-        context: this rank among the others.
+        context: this rank's context.
         file: where rank 0 prints.
     """
     if context.is_main:

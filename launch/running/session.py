@@ -1,4 +1,4 @@
-"""What a run needs, made from its config: prompts, the model, and the decoders to run or to compare."""
+"""Load what a run needs, as its config says: prompts, the model, and the decoders to run or to compare."""
 
 from __future__ import annotations
 
@@ -53,13 +53,14 @@ class Session(Generic[C]):
 
     Args:
         config: the config, as the user gave it.
-        context: this rank among the others.
+        context: this rank's context.
         loaded: model and tokenizer.
         decoders: decoders by method; the first is the one that the user chose.
         sampling: sampling of every text, with its seed; None is greedy.
         prompts: the prompts to continue.
-        journal: file that keeps generated tokens, so that a run that is started again goes on; None: there is none.
-        grammar: grammar that every text follows; None: there is none.
+        journal: file that keeps generated tokens, so that a restarted run continues after them; None: tokens are not
+            kept.
+        grammar: grammar that every text follows; None: texts follow no grammar.
     """
 
     config: C
@@ -72,7 +73,7 @@ class Session(Generic[C]):
     grammar: Grammar | None = None
 
     def fitting(self) -> list[tuple[int, Prompt]]:
-        """(number, prompt) of prompts shorter than the model's context; a line on stderr counts the others.
+        """Prompts that are shorter than the model's context, as (index, prompt); a line on stderr counts the others.
 
         Raises:
             ValueError: none is short enough.
@@ -109,23 +110,30 @@ class Session(Generic[C]):
         return decoder.generate(ids, tokens, self.sampling, on_tokens=on_tokens, **self._stops())
 
     def run_once(self, decoder: Decoder, ids: list[int], tokens: int, on_tokens: OnTokens) -> GenerationOutput:
-        """Continue a prompt as `run` does, with its tokens kept in the journal, so that a restarted run goes on there.
+        """Continue a prompt as `run` does, and keep its tokens in the journal.
 
-        Arguments as in `run`.
+        A run that is started again then continues after the kept tokens.
+
+        Args:
+            decoder: generates the text.
+            ids: token ids of the prompt.
+            tokens: most tokens to generate.
+            on_tokens: called with the new tokens after every decode step.
         """
         if self.journal is None:
             return self.run(decoder, ids, tokens, on_tokens)
         return self.journal.generate(decoder, ids, tokens, self.sampling, on_tokens=on_tokens, **self._stops())
 
     def oracle_tokens(self, ids: list[int], tokens: int, outputs: Mapping[str, GenerationOutput]) -> list[int]:
-        """Tokens by which the oracle continues a prompt, to compare a decoder's tokens with: transformers' own.
+        """Tokens with which transformers' own decoding continues a prompt, as the reference for a decoder's tokens.
 
-        With exact=bitwise the oracle is plain decoding, whose bits lookahead then promises.
+        With exact=bitwise the reference is lp's plain decoding instead, whose logits lookahead then reproduces bit for
+        bit.
 
         Args:
             ids: token ids of the prompt.
             tokens: most tokens to generate.
-            outputs: outputs by method; the oracle's is taken from here if it was run.
+            outputs: outputs by method; if decoder=autoregressive is among them, its tokens are returned.
         """
         if ORACLE in outputs:
             return outputs[ORACLE].tokens
@@ -139,14 +147,17 @@ class Session(Generic[C]):
 
     @property
     def in_distribution(self) -> bool:
-        """Whether texts equal plain sampling's in distribution only (rejection sampling), and tokens may differ."""
+        """Whether texts equal plain decoding's in distribution only, so that their tokens may differ.
+
+        Rejection sampling has this effect.
+        """
         return self.sampling is not None and self.sampling.verifier is lp.Verifier.REJECTION
 
     def of_rank_0(self, value: Any) -> Any:
-        """Rank 0's value on every rank, all of which must call. It is sent as JSON.
+        """Send rank 0's value to all ranks, as JSON, and return it; every rank must call this.
 
         Args:
-            value: plain data; only rank 0's is looked at.
+            value: data that JSON can hold; only rank 0's value is used.
         """
         return json.loads(self.context.share_text(json.dumps(value)) or "null")
 
@@ -156,14 +167,14 @@ class Session(Generic[C]):
 
 
 def on_main(context: lp.ParallelContext, work: Callable[[], T]) -> T | None:
-    """Do some work on rank 0 alone, while the other ranks wait: its result there, None on the others.
+    """Do some work on rank 0 alone, while the other ranks wait; return its result there, and None on the others.
 
     Args:
-        context: this rank among the others, all of which must call.
-        work: what rank 0 does, such as writing a file.
+        context: this rank's context; every rank must call this.
+        work: function that rank 0 calls, for example to write a file.
 
     Raises:
-        Exception: the work failed; raised on every rank, so that none goes on with this job alone.
+        Exception: the work failed; raised on every rank, so that none continues with this job alone.
         KeyboardInterrupt: rank 0 was interrupted.
     """
     result: T | None = None
@@ -184,8 +195,11 @@ def on_main(context: lp.ParallelContext, work: Callable[[], T]) -> T | None:
 def open_session(config: Config) -> Session[Config]:
     """Load what a config asks for: check all that needs no model first, then load model, decoders, journal and grammar.
 
+    Args:
+        config: the run's config.
+
     Raises:
-        ValueError: a user error, with its remedy.
+        ValueError: a value of the config is wrong, or the model cannot be loaded; the message names the remedy.
     """
     others = METHODS[config.decoder.name == "lookahead" :]  # measuring its step times takes seconds
     others = tuple(name for name in others if config.compare and name != config.decoder.name)
@@ -245,32 +259,35 @@ def grammar_of(schema: str | None, loaded: Loaded) -> Grammar | None:
 
 
 def checked(config: Tasked, names: Iterable[str]) -> tuple[list[Prompt], lp.SamplingParams | None, Builders]:
-    """Prompts, sampling, and the builders of decoders by name; all is checked before a model is loaded.
+    """Read a config's prompts and sampling, and make its decoders' builders, all checked before a model is loaded.
 
     Args:
         config: the run's config.
         names: names of the decoders.
 
+    Returns:
+        The prompts, the sampling (None is greedy), and the builders by decoder.
+
     Raises:
-        ValueError: a user error, with its remedy.
+        ValueError: a value of the config is wrong, or a file is missing; the message names the remedy.
     """
     check(config)
     return read_prompts(config), sampling_of(config), decoder_builders(config, names)
 
 
 def journal_path(config: Config, sampling: lp.SamplingParams | None) -> Path | None:
-    """The file that keeps generated tokens for a restart: the user's, or one in the run's folder under torchrun.
+    """The journal, a file that keeps generated tokens for a restart: the user's, or under torchrun the run's own.
 
     Args:
         config: the run's config.
         sampling: the run's sampling; None is greedy.
 
     Returns:
-        None for no journal: the user asks for none, and torchrun does not restart ranks, or could not go on with the
-            texts.
+        The path. None if the user names no journal, and torchrun either does not restart ranks or could not continue
+        their texts.
 
     Raises:
-        ValueError: the user asks for one, but a restart can't go on with such texts: rejection sampling, or a
+        ValueError: the user names a journal, but a restart cannot continue such texts: rejection sampling, or a
             json_schema.
     """
     rejection = sampling is not None and sampling.verifier is lp.Verifier.REJECTION
@@ -296,7 +313,7 @@ def open_model(config: Common) -> tuple[lp.ParallelContext, Loaded]:
     """Join the other ranks, and load model and tokenizer on this rank's device.
 
     Raises:
-        ValueError: a user error, with its remedy.
+        ValueError: a value of the config is wrong, or the model cannot be loaded; the message names the remedy.
     """
     context = open_context(config)
     return context, load_model(config, context)
@@ -317,9 +334,9 @@ def open_context(config: Common) -> lp.ParallelContext:
 
 
 def say_how_it_runs(context: lp.ParallelContext, loaded: Loaded) -> None:
-    """Settle the number of CPU threads, where one rank has the machine, and tell the user what makes this run slow.
+    """Choose the number of CPU threads if there is one rank alone, and tell the user what makes this run slow.
 
-    Lines on stderr name the number of threads, and say so if lp's functions are not compiled.
+    Lines on stderr name the number of threads, and say so if lp's numba functions are not compiled.
     """
     if context.world_size == 1 and (line := settle_threads(loaded.model)):
         print(line, file=sys.stderr)
@@ -328,10 +345,10 @@ def say_how_it_runs(context: lp.ParallelContext, loaded: Loaded) -> None:
 
 
 def load_model(config: Common, context: lp.ParallelContext) -> Loaded:
-    """Load model and tokenizer on this rank's device, while a line says so.
+    """Load model and tokenizer on this rank's device, and tell the user about the wait.
 
     Raises:
-        ValueError: a user error, with its remedy.
+        ValueError: the model cannot be loaded, or has no weights; the message names the remedy.
     """
     model = config.model
     if model.name in SHAPES:
@@ -372,7 +389,9 @@ def check_common(config: Common) -> None:
 
 
 def check_forgets(config: Common, run: str) -> None:
-    """Refuse a pool that remembers earlier texts, where a run repeats texts: a later time would draft from the first.
+    """Refuse an n-gram pool that remembers earlier texts, where a run generates each text several times.
+
+    Such a pool would draft each repetition from the first time, so that the figures would be too good.
 
     Args:
         config: the run's config.
@@ -392,13 +411,13 @@ def check_forgets(config: Common, run: str) -> None:
 
 
 def known_device(device: str) -> str:
-    """The config's device, if torch knows such a device; "auto" stays.
+    """Check that torch knows the config's device, and return its name as torch writes it; "auto" is returned as it is.
 
     Args:
         device: "auto", "cpu", "cuda" or "cuda:<number>".
 
     Raises:
-        ValueError: names the device.
+        ValueError: names a device that torch does not know.
     """
     if device == "auto":
         return device

@@ -26,7 +26,7 @@ DIM, RESET, ERASE_LINE = "\x1b[2m", "\x1b[0m", "\r\x1b[2K"
 class WaitLine:
     """Shows long waits, such as loading weights: on a terminal as a line that is refreshed, and erased at the end.
 
-    A file that is no terminal gets one line in all: of the first wait that is longer than a minute.
+    If the file is no terminal, a single line is written in the whole run, about the first wait longer than a minute.
 
     Args:
         file: where the line is written, such as stderr.
@@ -60,7 +60,7 @@ class WaitLine:
             self._erase()
 
     def close(self) -> None:
-        """Stop the thread that refreshes the line; no wait is shown any more."""
+        """Stop the thread that refreshes the line, so that no more waits are shown."""
         self._ended.set()
         if self._thread:
             self._thread.join()
@@ -94,10 +94,10 @@ class WaitLine:
 
 
 def shown_of(waits: list[Wait]) -> Wait:
-    """The wait to show of several that are within each other: the outermost with a known end, else the innermost.
+    """The wait to show, of several nested waits: the outermost whose total is known, else the innermost.
 
     Args:
-        waits: waits under way, the outermost first; at least one.
+        waits: waits that have begun and not ended, the outermost first; at least one.
     """
     return next((wait for wait in waits if wait.total), waits[-1])
 
@@ -106,8 +106,8 @@ def describe(wait: Wait, now_s: float) -> str:
     """The line for a wait: "reading the prompt: 512 of 4,096 tokens, 3 s, about 21 s left".
 
     Args:
-        wait: the wait under way.
-        now_s: time.monotonic() now.
+        wait: the wait, which has not ended.
+        now_s: the present value of time.monotonic(), in seconds.
     """
     passed_s = now_s - wait.began_s
     if not wait.total:

@@ -1,4 +1,4 @@
-"""The progress of loading weights in our own wait line, instead of transformers' progress bar."""
+"""Show the progress of loading weights in lp's own wait line, instead of transformers' progress bar."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def tensors_counted(wait: Wait) -> Iterator[None]:
     """Within the block, transformers draws no progress bar: the tensors that it has loaded are counted in `wait`.
 
     Args:
-        wait: gets how many tensors are loaded, and how many there are.
+        wait: the wait whose `done` is set to the number of loaded tensors, and `total` to that of all tensors.
     """
 
     class Counted(tqdm):

@@ -1,7 +1,7 @@
-"""Other implementations behind the interface of lp's decoders, to be measured beside them.
+"""Other libraries' decoding, wrapped as lp decoders, so that a benchmark can measure it beside lp's own.
 
-To add a baseline, write a module that decorates its build function with `register_baseline("name")`, and import it
-below.
+To add a baseline, write a module that decorates its build function with `register_baseline("name")`, and import that
+module in this file.
 """
 
 from __future__ import annotations

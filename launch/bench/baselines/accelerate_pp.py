@@ -15,7 +15,13 @@ from .weights import with_shared_weights
 
 
 def missing(options: BaselineOptions) -> str | None:
-    """What accelerate_pp lacks here, with the remedy: two GPUs, or the package. None if it can run."""
+    """Reason why the baseline accelerate_pp cannot run here, with the remedy; None if it can run.
+
+    It needs at least two GPUs, and the package accelerate.
+
+    Args:
+        options: options of the benchmark; none is used.
+    """
     gpus = torch.cuda.device_count()
     if gpus < 2:
         return f"spreads layers over GPUs and needs two; torch sees {gpus}: leave it out here"
@@ -24,11 +30,11 @@ def missing(options: BaselineOptions) -> str | None:
 
 @register_baseline("accelerate_pp", missing=missing)
 def build(model: PreTrainedModel, context: ParallelContext, options: BaselineOptions) -> Decoder:
-    """Plain decoding by a copy of the model whose layers are spread evenly over every GPU that this process sees.
+    """Build a decoder for plain decoding whose model has its layers spread evenly over all GPUs that this process sees.
 
     Args:
-        model: an HF causal LM, whose weights are shared where possible.
-        context: this rank.
+        model: an HF causal LM; the decoder gets a copy, which shares the weights where possible.
+        context: this rank's context; not used.
         options: options of the benchmark; none is used.
 
     Raises:

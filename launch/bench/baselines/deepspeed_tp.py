@@ -19,15 +19,15 @@ from .weights import with_shared_weights
 
 @register_baseline("deepspeed_tp", all_ranks=True, missing=needs_package("deepspeed", "deepspeed"))
 def build(model: PreTrainedModel, context: ParallelContext, options: BaselineOptions) -> Decoder:
-    """Plain decoding by a copy of the model whose matrices DeepSpeed splits over all ranks; each rank calls this.
+    """Build a decoder for plain decoding with a model that DeepSpeed splits over all ranks; every rank calls this.
 
     Args:
-        model: an HF causal LM.
-        context: this rank among the others.
+        model: an HF causal LM, which is copied.
+        context: this rank's context, with at least two ranks.
         options: options of the benchmark; none is used.
 
     Raises:
-        ValueError: a single rank, DeepSpeed is not installed, or a dtype that it refuses on this device.
+        ValueError: a single rank, DeepSpeed is not installed, or a dtype that DeepSpeed refuses on this device.
     """
     if context.world_size == 1:
         raise UserError("deepspeed_tp splits a model over ranks, and there is one; launch with NPROC=2 or more")

@@ -1,7 +1,7 @@
-"""Baselines by transformers' own `generate`, with its loops, caches and drafts, behind the interface of lp's decoders.
+"""Baselines by transformers' own `generate`, with its loops, caches and drafts, wrapped as lp decoders.
 
-All of the prompt but its last token is prefilled before `generate` begins, as lp does it, so that steps and times
-compare.
+The prompt without its last token is prefilled before `generate` begins, as in lp, so that steps and times are
+comparable.
 """
 
 from __future__ import annotations
@@ -39,18 +39,21 @@ from .registry import BaselineOptions, register_baseline
 
 @register_baseline("hf_generate")
 def build_dynamic(model: PreTrainedModel, context: ParallelContext, options: BaselineOptions) -> Decoder:
-    """Baseline hf_generate: transformers' `generate` with its default cache, which grows with the text."""
+    """Build the baseline hf_generate: transformers' `generate` with its default cache, which grows with the text."""
     return HFGenerateDecoder(model)
 
 
 @register_baseline("hf_static")
 def build_static(model: PreTrainedModel, context: ParallelContext, options: BaselineOptions) -> Decoder:
-    """Baseline hf_static: transformers' `generate` with a cache of fixed size; on a GPU it compiles the step."""
+    """Build the baseline hf_static: transformers' `generate` with a cache of fixed size.
+
+    With such a cache transformers compiles the decode step on a GPU.
+    """
     return HFGenerateDecoder(model, static=True)
 
 
 def missing_release(options: BaselineOptions) -> str | None:
-    """Why transformers before 5.18 cannot draft here, with the remedy; None for a newer release.
+    """Reason why transformers before 5.18 cannot draft tokens here, with the remedy; None for 5.18 or newer.
 
     Older releases ask stopping criteria about draft tokens that are not accepted yet.
     """
@@ -61,21 +64,24 @@ def missing_release(options: BaselineOptions) -> str | None:
 
 @register_baseline("hf_prompt_lookup", missing=missing_release)
 def build_prompt_lookup(model: PreTrainedModel, context: ParallelContext, options: BaselineOptions) -> Decoder:
-    """Baseline hf_prompt_lookup: transformers' `generate` with its own prompt lookup."""
+    """Build the baseline hf_prompt_lookup: transformers' `generate` with its own prompt lookup."""
     return HFGenerateDecoder(model, prompt_lookup=options.num_tokens)
 
 
 def missing_draft(options: BaselineOptions) -> str | None:
-    """What hf_assisted lacks here, with the remedy: a draft model, or a newer transformers. None if it can run."""
+    """Reason why the baseline hf_assisted cannot run here, with the remedy; None if it can run.
+
+    It needs a draft model, and transformers 5.18 or newer.
+    """
     return missing_release(options) if options.draft else "needs a draft model; give draft=<folder or hub name>"
 
 
 @register_baseline("hf_assisted", missing=missing_draft)
 def build_assisted(model: PreTrainedModel, context: ParallelContext, options: BaselineOptions) -> Decoder:
-    """Baseline hf_assisted: transformers' `generate` with a small model that drafts (assisted generation).
+    """Build the baseline hf_assisted: transformers' `generate` with a small model that drafts (assisted generation).
 
     Raises:
-        ValueError: there is no draft model, or it does not fit the model.
+        ValueError: no draft model is given, or its vocabulary is not the model's.
     """
     return HFGenerateDecoder(model, draft=load_draft(options.draft, model))
 
@@ -84,11 +90,11 @@ def load_draft(name: str | None, model: PreTrainedModel) -> PreTrainedModel:
     """Load the draft model for assisted generation, on the device and in the dtype of the model that it drafts for.
 
     Args:
-        name: folder or hub name of the draft model; None raises an error that asks for one.
+        name: folder or hub name of the draft model; None raises an error that asks for a draft model.
         model: the model that it drafts for.
 
     Raises:
-        ValueError: no name, it cannot be loaded, or it has another vocabulary.
+        ValueError: no name is given, the draft model cannot be loaded, or its vocabulary size is not the model's.
     """
     if name is None:
         raise UserError("hf_assisted needs a draft model; give draft=<folder or hub name>")
@@ -100,13 +106,13 @@ def load_draft(name: str | None, model: PreTrainedModel) -> PreTrainedModel:
 
 
 class HFGenerateDecoder(Decoder):
-    """transformers' `generate` as a decoder, on this rank alone.
+    """A decoder that runs transformers' `generate`, on this rank alone.
 
     Args:
         model: an HF causal LM, loaded and on its device.
-        static: whether its cache has a fixed size; transformers then takes no drafts, and compiles the step on a GPU.
-        prompt_lookup: draft tokens of a step of its prompt lookup; None for no prompt lookup.
-        draft: a model that drafts; None for none.
+        static: use a cache of fixed size. transformers then takes no drafts, and compiles the decode step on a GPU.
+        prompt_lookup: most draft tokens that prompt lookup proposes per decode step; None: no prompt lookup.
+        draft: a smaller model that drafts tokens; None: no draft model.
     """
 
     follows = NONE  # a peer is measured on what was asked for

@@ -1,7 +1,7 @@
 """Baselines by llama.cpp, through llama-cpp-python: plain decoding, and the package's own prompt lookup.
 
-It reads the model from a GGUF file, runs on as many threads as torch has, and caches keys and values in the model's
-dtype. All of the prompt but its last token is prefilled before decoding is timed, as in lp.
+llama.cpp reads the model from a GGUF file, runs on as many threads as torch has, and caches keys and values in the
+model's dtype. The prompt without its last token is prefilled before decoding is timed, as in lp.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ GGML_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}
 
 
 def missing(options: BaselineOptions) -> str | None:
-    """What llama.cpp lacks here, with the remedy: its package, a GGUF file, or greedy decoding. None if it can run.
+    """Reason why llama.cpp cannot run here, with the remedy; None if it can run.
 
-    When it samples, its noise is its own, so that only greedy texts compare.
+    It needs llama-cpp-python, the model as a GGUF file, and greedy decoding. When llama.cpp samples, its random numbers
+    differ from lp's, so sampled texts would not be comparable.
     """
     if not is_installed("llama_cpp"):
         return (
@@ -53,20 +54,20 @@ def missing(options: BaselineOptions) -> str | None:
 
 @register_baseline("llama_cpp", missing=missing)
 def build_plain(model: PreTrainedModel, context: ParallelContext, options: BaselineOptions) -> Decoder:
-    """Baseline llama_cpp: llama.cpp's plain decoding, one token a step.
+    """Build the baseline llama_cpp: llama.cpp's plain decoding, one token per step.
 
     Raises:
-        ValueError: it lacks something: see `missing`.
+        ValueError: llama.cpp cannot run here, for the reason that `missing` gives.
     """
     return LlamaCppDecoder(model, _gguf(options))
 
 
 @register_baseline("llama_cpp_prompt_lookup", missing=missing)
 def build_prompt_lookup(model: PreTrainedModel, context: ParallelContext, options: BaselineOptions) -> Decoder:
-    """Baseline llama_cpp_prompt_lookup: llama.cpp with llama-cpp-python's prompt lookup.
+    """Build the baseline llama_cpp_prompt_lookup: llama.cpp with llama-cpp-python's prompt lookup.
 
     Raises:
-        ValueError: it lacks something: see `missing`.
+        ValueError: llama.cpp cannot run here, for the reason that `missing` gives.
     """
     return LlamaCppDecoder(model, _gguf(options), prompt_lookup=options.num_tokens)
 
@@ -78,12 +79,12 @@ def _gguf(options: BaselineOptions) -> str:
 
 
 class LlamaCppDecoder(Decoder):
-    """llama.cpp as a decoder, greedy, on this rank alone.
+    """A decoder that runs llama.cpp, greedily, on this rank alone.
 
     Args:
-        model: the same model in torch, which gives vocabulary and dtype.
-        gguf: path of its GGUF file.
-        prompt_lookup: most draft tokens of a step of prompt lookup; None for no prompt lookup.
+        model: the model in torch, from which vocabulary size, dtype and device are taken.
+        gguf: path of a GGUF file with the same model.
+        prompt_lookup: most draft tokens that prompt lookup proposes per decode step; None: no prompt lookup.
     """
 
     follows = NONE  # a peer is measured on what was asked for
@@ -97,7 +98,7 @@ class LlamaCppDecoder(Decoder):
 
     @property
     def attention(self) -> str:
-        """Name of the attention backend for tables: llama.cpp's own."""
+        """The attention backend's name in tables: always "llama.cpp's"."""
         return "llama.cpp's"
 
     def _decode(self, request: Request) -> GenerationOutput:

@@ -20,10 +20,10 @@ class BaselineOptions:
     """Options of the benchmark's config that baselines may use.
 
     Args:
-        draft: draft model of `hf_assisted`: a folder, a hub name, or "demo"; None for none.
-        gguf: path of the model's GGUF file, for llama.cpp; None for none.
-        num_tokens: draft tokens of a step of `hf_prompt_lookup` and `llama_cpp_prompt_lookup`.
-        greedy: whether texts are decoded greedily.
+        draft: draft model for `hf_assisted`: a folder, a hub name, or "demo"; None: no draft model.
+        gguf: path of the model's GGUF file, for llama.cpp; None: no such file.
+        num_tokens: most draft tokens per decode step for `hf_prompt_lookup` and `llama_cpp_prompt_lookup`.
+        greedy: whether decoding is greedy.
     """
 
     draft: str | None = None
@@ -53,9 +53,10 @@ class Baseline:
     """A registered baseline: how its decoder is built, and on which ranks it runs.
 
     Args:
-        build: builds the decoder.
+        build: function that builds the decoder for a loaded model.
         all_ranks: whether all ranks build and run it together; otherwise it runs on rank 0 alone.
-        missing: says before anything is loaded what the baseline lacks here, with the remedy; None if it can run.
+        missing: called before any model is loaded; returns why the baseline cannot run here, with the remedy, or None
+            if it can run.
     """
 
     build: Build
@@ -68,11 +69,13 @@ BuildT = TypeVar("BuildT", bound=Build)
 
 
 def needs_package(name: str, extra: str) -> Missing:
-    """Make a baseline's `missing` function that only looks for a package.
+    """Make the `missing` function of a baseline that needs a package and nothing else.
+
+    That function returns None if the package is installed, else a message that says how to install it.
 
     Args:
-        name: the package.
-        extra: the extra of lp that installs it.
+        name: name of the package.
+        extra: lp's extra (optional dependencies) that installs the package.
     """
     hint = f"needs the package {name}; {install_command(extra)}, or pip install {name}"
     return lambda options: None if is_installed(name) else hint
@@ -86,10 +89,11 @@ def register_baseline(
     Args:
         name: name of the baseline in `methods` and tables.
         all_ranks: whether all ranks build and run it together; otherwise it runs on rank 0 alone.
-        missing: says before anything is loaded what the baseline lacks here, with the remedy; None if it can run.
+        missing: called before any model is loaded; returns why the baseline cannot run here, with the remedy, or None
+            if it can run.
 
     Raises:
-        UserError: the name is taken.
+        UserError: another baseline has this name.
     """
 
     def register(build: BuildT) -> BuildT:

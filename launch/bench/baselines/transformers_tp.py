@@ -1,4 +1,4 @@
-"""Baseline: transformers' own tensor parallelism, by the plan that a model class brings."""
+"""Baseline: transformers' own tensor parallelism, which splits a model's matrices by the plan in the model's class."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from .weights import with_shared_weights
 
 @register_baseline("transformers_tp", all_ranks=True)
 def build(model: PreTrainedModel, context: ParallelContext, options: BaselineOptions) -> Decoder:
-    """Plain decoding by a copy of the model whose matrices transformers splits over all ranks; each rank calls this.
+    """Build a decoder for plain decoding with a model that transformers splits over all ranks; every rank calls this.
 
     Args:
-        model: an HF causal LM.
-        context: this rank among the others.
+        model: an HF causal LM, which is copied.
+        context: this rank's context, with at least two ranks.
         options: options of the benchmark; none is used.
 
     Raises:
-        ValueError: a single rank, a model class without a plan, or a release of transformers that cannot split.
+        ValueError: a single rank, a model class without a plan for tensor parallelism, or a release of transformers
+            that cannot split a loaded model.
     """
     if context.world_size == 1:
         raise UserError("transformers_tp splits a model over ranks, and there is one; launch with NPROC=2 or more")

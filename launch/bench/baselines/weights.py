@@ -1,4 +1,4 @@
-"""Copy a model for a library that changes modules, without copying the weights."""
+"""Copy a model for a library that modifies its modules, while copy and original share the memory of the weights."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from transformers import PreTrainedModel
 
 
 def with_shared_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of a model with its own modules, parameters and config, over the same memory of weights and buffers.
+    """Copy a model's modules, parameters and config; the memory of weights and buffers is shared, not copied.
 
-    A library may replace, move or split the copy's parameters and add hooks; only a write into a weight's memory would
-    reach the original. `lp.models.view.ModelView` does not do: it shares linear layers as they are.
+    A library may replace, move or split the copy's parameters and add hooks, and the original stays as it is. Only an
+    in-place write into a weight would change the original too. `lp.models.view.ModelView` does not serve here, since it
+    shares the linear layers themselves with the original.
 
     Args:
         model: the model to copy.

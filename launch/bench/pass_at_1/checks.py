@@ -1,11 +1,12 @@
 """Judge whether a generated text solves its task: by running a program with the task's tests, or by its final number.
 
-A task's key `check` names the kind of test. Each kind needs fields of a record, as the data sets publish them:
+A task's key `check` names the kind of test. Each kind needs certain fields in the data set's records:
 
-- function (HumanEval): the text continues a function; `test` defines check(candidate), `entry_point` names it;
+- function (HumanEval): the text continues a function; `test` defines check(candidate), `entry_point` names the
+  function;
 - asserts (MBPP): the text holds a program; `test_list` has assertions;
 - class (ClassEval): the text holds a class; `test` has unittest classes, `test_classes` their names;
-- number (GSM8K): the text's final number must be the reference's.
+- number (GSM8K): the text's final number must equal that of `reference`.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class Verdict:
 def function_program(prompt: Prompt, text: str) -> str:
     """Make the program that tests a completed function, as HumanEval does: prompt, generated body, tests.
 
-    The text is cut where the function's body ends; of a chat's answer the code in its first fence (```) is taken whole.
+    If the text has a code fence (```), as a chat's answer does, all code in its first fence is the body. Otherwise the
+    text is cut where the function's body ends.
 
     Args:
         prompt: the beginning of the function, with fields "test" and "entry_point".
@@ -58,7 +60,7 @@ def function_program(prompt: Prompt, text: str) -> str:
 def asserts_program(prompt: Prompt, text: str) -> str:
     """Make the program that tests an answer by assertions, as MBPP does: the answer's code, setup code, assertions.
 
-    The code is what stands in the text's first fence (```), or without a fence the whole text.
+    The answer's code is the content of the text's first code fence (```), or the whole text if it has no fence.
 
     Args:
         prompt: the question, with the field "test_list" and perhaps "test_setup_code".
@@ -71,8 +73,8 @@ def asserts_program(prompt: Prompt, text: str) -> str:
 def class_program(prompt: Prompt, text: str) -> str:
     """Make the program that tests a class by unit tests, as ClassEval does: imports, class, tests.
 
-    The class is looked for in the text's first fence (```), or without a fence in the whole text. Where that defines
-    none, the text is taken to continue the prompt.
+    The class is taken from the text's first code fence (```), or from the whole text if it has no fence. If no class is
+    defined there, the text is taken to continue the prompt.
 
     Args:
         prompt: the beginning of the class, with fields "test" and "test_classes", and perhaps "import_statement".
@@ -96,7 +98,7 @@ assert _result.testsRun and _result.wasSuccessful()
 def final_number(text: str) -> str | None:
     """The number that a text gives as its answer, as in "1250.5" for "... #### 1,250.50"; None without a number.
 
-    It is the first number behind "####", or else the last one before another question begins.
+    The answer is the first number after "####". If there is none, it is the last number before another question begins.
 
     Args:
         text: a generated text, or a reference.
@@ -132,8 +134,8 @@ def judge(kind: str, prompt: Prompt, text: str) -> Verdict:
     """Judge whether a generated text solves its prompt's task; all kinds but "number" run a program with the tests.
 
     Args:
-        kind: one of CHECKS.
-        prompt: the prompt, with the fields that the kind needs.
+        kind: kind of test, one of CHECKS.
+        prompt: the prompt, with the fields that this kind of test needs.
         text: the generated text, without the prompt.
     """
     if kind == "number":
@@ -154,13 +156,13 @@ def check_prompts(kind: str | None, task: str, where: str, prompts: Sequence[Pro
     """Refuse prompts that lack tests or references, before a model generates texts that nobody can judge.
 
     Args:
-        kind: how the task is judged, one of CHECKS; None for a task that does not say.
+        kind: kind of test, one of CHECKS; None for a task without one, which is refused.
         task: the task's name.
         where: file or data set of the prompts, for messages.
         prompts: the prompts.
 
     Raises:
-        ValueError: the task has no kind or an unknown one, or a prompt lacks a field that the kind needs.
+        ValueError: the task has no kind of test or an unknown one, or a prompt lacks a field that this kind needs.
     """
     if kind not in CHECKS:
         known = ", ".join(CHECKS)

@@ -23,8 +23,9 @@ class Outcome:
     """How a program that a model wrote ended.
 
     Args:
-        outcome: PASSED if it ran to its end; else what ended it, as in "ZeroDivisionError" or "no end in 10 s".
-        files: whether the kernel kept it from writing outside its folder.
+        outcome: PASSED if the program ran to its end; else what ended it, as in "ZeroDivisionError" or "no end in 10
+            s".
+        files: whether the kernel kept the program from writing outside its folder.
     """
 
     outcome: str
@@ -32,12 +33,12 @@ class Outcome:
 
 
 def run_program(program: str, seconds: float = TIME_LIMIT_S, memory_bytes: int = MEMORY_BYTES) -> Outcome:
-    """Run a Python program to its end, or until it breaks a limit; limited.py says what it may do.
+    """Run a Python program in a child process, until it ends or breaks a limit; limited.py lists what it cannot do.
 
     Args:
         program: source code; it passes if its last line is reached.
-        seconds: most seconds of wall-clock time, and of CPU time.
-        memory_bytes: most address space.
+        seconds: most seconds of wall-clock time; CPU time is limited to about a second more.
+        memory_bytes: largest address space, in bytes.
 
     Raises:
         UserError: programs cannot be run under limits on this machine.
@@ -79,7 +80,7 @@ def check_limits() -> bool:
         Whether the kernel also keeps programs from writing outside their folder (Landlock).
 
     Raises:
-        ValueError: no seccomp, which Linux on x86-64 and aarch64 has; or an empty program fails.
+        ValueError: the kernel has no seccomp (Linux has it on x86-64 and aarch64), or even an empty program fails.
     """
     if sys.platform != "linux":
         raise UserError(f"pass_at_1 runs programs under Linux's seccomp, and this is {sys.platform}; leave it out")

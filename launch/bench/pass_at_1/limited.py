@@ -1,13 +1,13 @@
 """Run a program under limits. execution.py starts this script as a process; it needs only the standard library.
 
 Standard input is one JSON object: program, memory_bytes, file_bytes, cpu_s, passed. Standard output is one line of
-JSON: {"outcome": ..., "files": ...}. The outcome is the text `passed` where the program ran to its end, else the name
-of the exception that ended it; a program that ends the process itself leaves no output. `files` says whether the kernel
-keeps the program from writing outside its working folder. A program cannot
+JSON: {"outcome": ..., "files": ...}. The outcome is the input's string `passed` if the program ran to its end, else the
+name of the exception that ended it; a program that ends the process itself leaves no output. `files` says whether the
+kernel keeps the program from writing outside its working folder. A program cannot
 
 - open a socket, start a process, or signal one: the kernel refuses these system calls (seccomp);
 - write outside the working folder, where the kernel has Landlock (Linux 5.13);
-- take more memory, CPU seconds or bytes of a file than it is given.
+- take more memory or CPU seconds, or write larger files, than the input allows.
 
 It can read what this user may read; nothing of that leaves the process.
 """
@@ -93,7 +93,7 @@ def write_only_below(folder: str) -> bool:
     """Forbid this process to write outside a folder, for good, by Landlock; return whether the kernel can do that.
 
     Args:
-        folder: the folder that it may write to; /dev/null remains too.
+        folder: the folder that stays writable; /dev/null does too.
     """
     version = LIBC.syscall(LANDLOCK_CREATE, None, 0, LANDLOCK_VERSION)
     if version < 1:
@@ -117,9 +117,9 @@ def limit_resources(memory_bytes: int, file_bytes: int, cpu_s: int) -> None:
     """Limit this process' address space, file size and CPU time, and forbid core dumps.
 
     Args:
-        memory_bytes: most address space.
-        file_bytes: largest file.
-        cpu_s: most CPU seconds.
+        memory_bytes: largest address space, in bytes.
+        file_bytes: largest size of a file that it writes, in bytes.
+        cpu_s: most seconds of CPU time.
     """
     limits = {
         resource.RLIMIT_AS: memory_bytes,
@@ -132,14 +132,14 @@ def limit_resources(memory_bytes: int, file_bytes: int, cpu_s: int) -> None:
 
 
 def outcome_of(program: str, passed: str) -> str:
-    """Run a program here, and say how it ended.
+    """Run a program in this process, and return how it ended.
 
     Args:
-        program: its source code.
-        passed: the text to return if it reaches its end.
+        program: source code of the program.
+        passed: the string to return if the program reaches its end.
 
     Returns:
-        `passed`, or the name of the exception that ended it, as in "AssertionError".
+        `passed`, or the name of the exception that ended the program, as in "AssertionError".
     """
     module = types.ModuleType("program")  # dataclasses and pickle look a class's module up
     module.__file__ = os.path.abspath("program.py")  # in whose folder tests put their files
