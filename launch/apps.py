@@ -35,7 +35,7 @@ class App:
 APPS = {
     "generate": App("generate", "continue prompts and show the text", measures=False),
     "chat": App("chat", "talk to a model at a terminal", prompts=False, measures=False),
-    "serve": App("serve", "put a model behind the endpoints that editors and clients call", prompts=False),
+    "serve": App("serve", "serve a model over the HTTP endpoints that editors and clients call", prompts=False),
     "batch": App(
         "batch", "answer a file of requests, which are those of the endpoints", prompts=False, files=("input", "out")
     ),
@@ -47,7 +47,7 @@ APPS = {
 
 
 TOOLS = {
-    "ngrams": "measure what a model writes behind 1 to 3 tokens, for the pool",
+    "ngrams": "measure what a model writes after 1 to 3 tokens, for the pool",
     "corpus": "make an index of a folder's files, from which the pool drafts",
     "doctor": "say what this machine, and a model on it, can do, and why not",
 }

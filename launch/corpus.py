@@ -61,13 +61,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         command = commands.add_parser(name, help=what)
         command.set_defaults(action=action)
-        command.add_argument("folder", metavar="FOLDER", type=Path, help="whose files are read, and those below it")
         command.add_argument(
-            "--model", required=True, help="whose tokenizer it is for: a folder, a name on the hub, or demo"
+            "folder", metavar="FOLDER", type=Path, help="folder whose files are read, with its subfolders"
         )
-        command.add_argument("-o", "--output", required=True, type=Path, help="the file")
         command.add_argument(
-            "--most-kib", type=int, default=MOST_KIB, help=f"of a file; larger ones are left out ({MOST_KIB})"
+            "--model", required=True, help="model whose tokenizer is used: a folder, a name on the hub, or demo"
+        )
+        command.add_argument("-o", "--output", required=True, type=Path, help="the corpus to write")
+        command.add_argument(
+            "--most-kib",
+            type=int,
+            default=MOST_KIB,
+            help=f"largest size of a file in KiB; larger files are left out ({MOST_KIB})",
         )
 
 

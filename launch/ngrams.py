@@ -39,23 +39,28 @@ GPU_TOKENS = 300_000
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `lp ngrams` to its parser."""
     parser.add_argument("model", metavar="MODEL", help="a folder, a name on the hub, or demo")
-    parser.add_argument("--dtype", default="float32", help="of the weights (float32)")
+    parser.add_argument("--dtype", default="float32", help="dtype of the weights (float32)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1")
     parser.add_argument(
-        "--tokens", type=int, help=f"that the model writes ({GPU_TOKENS:,} on a GPU, {CPU_TOKENS:,} on a CPU)"
+        "--tokens", type=int, help=f"tokens that the model writes ({GPU_TOKENS:,} on a GPU, {CPU_TOKENS:,} on a CPU)"
     )
     parser.add_argument(
         "--beginnings",
         type=int,
         choices=range(1, len(BEGINNINGS) + 1),
-        help=f"behind which every token is seen ({len(BEGINNINGS)} on a GPU, {CPU_BEGINNINGS} on a CPU)",
+        help=f"beginnings after which every token is tried ({len(BEGINNINGS)} on a GPU, {CPU_BEGINNINGS} on a CPU)",
     )
     parser.add_argument(
-        "--mib", type=float, default=64, help="of the file, at most; the least frequent contexts make room (64)"
+        "--mib", type=float, default=64, help="most MiB of the file; the least frequent contexts are dropped (64)"
     )
-    parser.add_argument("--num-logits", type=int, default=NUM_LOGITS, help="of a context; 8 bytes each (8)")
+    parser.add_argument(
+        "--num-logits",
+        type=int,
+        default=NUM_LOGITS,
+        help="likeliest next tokens kept for each context, 8 bytes each (8)",
+    )
     parser.add_argument("--batch", type=int, default=BATCH, help="texts that are written at a time (64)")
-    parser.add_argument("--threads", type=int, help="of the CPU")
+    parser.add_argument("--threads", type=int, help="CPU threads")
     parser.add_argument("--output", type=Path, help=f"the file; without it {FILE_NAME} in the model's folder")
 
 
@@ -83,14 +88,17 @@ def run(args: argparse.Namespace) -> None:
     beginnings = [loaded.tokenizer(text)["input_ids"] for text in BEGINNINGS[:count]]
     part = path.with_name(f"{path.name}.part")
     if not sys.stderr.isatty():
-        print(f"{vocabulary * count + tokens:,} tokens; if it is ended, it goes on from {part}", file=sys.stderr)
+        print(
+            f"{vocabulary * count + tokens:,} tokens; interrupted, it continues from {part}",
+            file=sys.stderr,
+        )
     contexts = measure_ngrams(
         loaded.model, beginnings, tokens, max(left // 2, 1), args.num_logits, args.batch, folder=part
     )
     file, placed = new_file(vocabulary, rows, contexts)
     write_file(file, path)
     shutil.rmtree(part, ignore_errors=True)
-    print(f"{path}: {args.num_logits} logits behind each of {placed:,} contexts, {file.nbytes / 2**20:.1f} MiB")
+    print(f"{path}: {args.num_logits} logits after each of {placed:,} contexts, {file.nbytes / 2**20:.1f} MiB")
 
 
 def checked_path(args: argparse.Namespace) -> Path:

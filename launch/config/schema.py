@@ -176,13 +176,12 @@ class PoolSchema:
         scope: request, or session, with which it lasts from prompt to prompt.
         mib: most memory, MiB.
         file: with scope=session, a safetensors file that saves it from run to run.
-        model_ngrams: what the model writes behind 1 to 3 tokens: a file of `lp ngrams`, auto for the one beside the
-            model, or off.
-        history: a file that texts are added to once they have ended, made if it isn't there: where the end of a later
-            text came in one of them, the pool drafts what followed there. It holds what was generated, and the end of
-            its prompt.
-        corpora: files of `lp corpus`, at most 4, as [FILE], looked at again as each text begins: where the end of a
-            text comes in one of them too, the pool drafts what followed there.
+        model_ngrams: a file of `lp ngrams`, with the tokens that the model writes most often after 1 to 3 given ones;
+            auto: the one beside the model, if there is one; off: none.
+        history: a file to which each generated text is added when it ends, with the end of its prompt; created if
+            missing. Where the newest tokens of a later text occur in it, the pool drafts what followed there.
+        corpora: files of `lp corpus`, at most 4, as [FILE]; read again if they have changed when a text begins. Where
+            the newest tokens of a text occur in a corpus, the pool drafts what follows there.
     """
 
     scope: str = "request"
@@ -272,8 +271,9 @@ class Config(Tasked, Texts):
         compare: once the texts are there, measure lookahead, plain decoding and prompt lookup in alternation, and
             compare their tokens with those of decoder=autoregressive, which shares no code with them. It takes several
             times as long as the texts.
-        journal: a file of what is generated, token by token: the same run, started again, goes on from it. Where ranks
-            are started again, null is journal.jsonl in the run's folder.
+        journal: a file to which every generated token is written, so that the same run, started again, continues its
+            texts. null: none is written, except that ranks which torchrun may restart use journal.jsonl in the run's
+            folder.
         verbose: print after every prompt how many tokens its steps took, and why.
     """
 
@@ -301,14 +301,14 @@ class BenchmarkConfig(Tasked):
             not timed.
         draft: the model that drafts for hf_assisted: a folder, a name on the hub, or demo.
         gguf: the model as a GGUF file, for llama_cpp and llama_cpp_prompt_lookup.
-        prompt_tokens: length of prompts in tokens: shorter ones get the prompts before them in front. null: as they
-            are.
+        prompt_tokens: length to which prompts are brought, in tokens: shorter ones are preceded by the prompts before
+            them in the task. null: prompts keep their own length.
         quality: measure perplexity, repetition and ROUGE of every text too.
         pass_at_1: pass@1 of every method: programs that the model writes are run against the task's tests, in a child
             process with limits; final numbers are compared. For humaneval, mbpp, classeval, gsm8k, whose data has to
             have the tests.
-        out: the folder of the records; a run that finds its own records there goes on behind them. null: a new folder
-            of this run.
+        out: the folder of the records; a run that finds records of its own settings there measures only what is
+            missing. null: a new folder for this run.
     """
 
     limit: int | None = None
@@ -327,10 +327,10 @@ class LinkSchema:
     """A link between ranks, for projections: an all-gather takes base + (R - 1) x (hop + bytes of a rank / bandwidth).
 
     Args:
-        base_us: microseconds of any collective.
-        hop_us: microseconds of each further rank.
-        gb_s: GB a second of the link.
-        source: where the figures are from.
+        base_us: microseconds that any collective takes.
+        hop_us: microseconds that each rank after the first adds.
+        gb_s: bandwidth of the link, GB a second.
+        source: where the figures are from, as a table's note shows it.
     """
 
     base_us: float = MISSING
@@ -359,9 +359,9 @@ class ScalingConfig(BenchmarkConfig):
     Args:
         methods: what to run, as in lp benchmark; those that need several ranks, such as transformers_tp, are left out
             where there is one.
-        ranks: launch and measure each of these world sizes, one after the other; where 1 is not among them, plain
-            decoding alone, too, which speed-ups are over. One that a node has room for runs on node 0 alone; a larger
-            one is a multiple of a node's ranks. For several nodes, start the same command on each, with NNODES,
+        ranks: world sizes to launch and measure, one after the other. If 1 is not among them, plain decoding runs on
+            one rank too, as the baseline of speed-ups. A world size that fits on a node runs on node 0 alone; a larger
+            one must be a multiple of a node's ranks. For several nodes, start the same command on each, with NNODES,
             RDZV_ENDPOINT, NPROC and the node's NODE_RANK in the environment; node 0 writes records and report.
         tp: how many of these ranks hold one copy of the model between them (tensor parallelism): every value that
             divides a world size is measured on it. ranks=[1,2,4] tp=[1,2,4] shows which split is fastest; vs plain is
@@ -420,8 +420,8 @@ class FimSchema:
     """Fill-in-the-middle: the model's special tokens, where they are not those of a known family; null: the family's.
 
     Args:
-        prefix: token before the text in front of the gap.
-        suffix: token before the text behind the gap.
+        prefix: token that introduces the text before the gap.
+        suffix: token that introduces the text after the gap.
         middle: token before what fills the gap; null where the prefix comes last.
         suffix_first: the suffix comes before the prefix.
         file: token before another file.
@@ -457,14 +457,15 @@ class AnsweringConfig(Common):
         prefill_chunk: most tokens of prompts that are read in a step, where other texts take part in it.
         max_body_bytes: largest body of a request.
         timeout_s: a request ends with an error after so many seconds; 0: never.
-        drain_s: after Ctrl-C or SIGTERM, texts may go on for so many seconds.
-        journal: a folder, of this process alone, that keeps the tokens of texts under way. After a restart, a request
-            that comes again within a day, with its seed, goes on behind them. null: none are kept.
+        drain_s: seconds that texts under way may take to finish after Ctrl-C or SIGTERM.
+        journal: a folder that this process alone uses, for the tokens of texts under way. If a request comes again
+            within a day after a restart, with its seed, its text continues after the tokens kept here. null: none are
+            kept.
         reasoning: models that think first: the tokens around their reasoning, as in reasoning='[<think>,</think>]', or
             auto for those of known families. A chat's answer then has it apart, in reasoning_content, and a
-            response_format begins behind it. null: an answer is all text, and a response_format begins with it.
-        generation_config: whether the checkpoint's generation_config.json is followed, field by field behind what a
-            request gives: auto (where it samples, texts whose request gives no temperature are sampled as it says), or
+            response_format begins after it. null: an answer is all text, and a response_format begins with it.
+        generation_config: whether the checkpoint's generation_config.json fills in sampling fields that a request
+            leaves out: auto (if the file asks for sampling, requests without a temperature are sampled as it says), or
             none.
     """
 
@@ -493,9 +494,9 @@ class ServeConfig(AnsweringConfig):
     Args:
         host: where rank 0 listens; 0.0.0.0 is every address of the machine, which wants an api_key.
         port: the port; 0 takes any free one, and says which.
-        api_keys: a file with a line NAME KEY for each client, beside `api_key`: what is kept of texts (pool.history, a
-            session's pool, prefixes) is for texts of the same name alone. A line that ends with corpora=A,B lets the
-            client's texts look in these corpora alone. null: there are no named keys.
+        api_keys: a file with a line NAME KEY for each client; these keys are valid beside `api_key`. What is kept of a
+            client's texts (pool.history, a session's pool, cached prefixes) is used for that client alone. A line that
+            ends with corpora=A,B limits the client to these corpora. null: there are no named keys.
         metrics_key: whether /metrics needs the key too: scrapers rarely have one.
         models_key: whether the list of models needs the key: false lets a router's probes read it.
         max_waiting: texts that may wait; further ones are refused with 429.
@@ -517,10 +518,10 @@ class BatchConfig(AnsweringConfig):
 
     Args:
         input: the file of requests, in OpenAI's batch format; `lp batch IN OUT` and in=FILE name it too.
-        out: the file of answers, one line a request, in the order in which they end. The same command goes on with a
-            file that has some of them.
-        servers: addresses of servers that answer, as in servers=[http://a:8000,http://b:8000]; none: the model in this
-            process does.
+        out: the file of answers, one line for each request, in the order in which they end. If it has some answers
+            already, the same command adds those that are missing.
+        servers: addresses of servers that answer, as in servers=[http://a:8000,http://b:8000]; with an empty list the
+            model in this process answers.
     """
 
     input: str = MISSING

@@ -32,7 +32,7 @@ class SamplingParams:
     """Sampling that reproduces: one seed gives one text with lookahead on or off, on any number of ranks.
 
     Args:
-        temperature: scores are divided by it: a number >= 1e-20; or 0 for greedy decoding: the likeliest token behind
+        temperature: scores are divided by it: a number >= 1e-20; or 0 for greedy decoding: the likeliest token after
             the repetition penalty, whatever seed, top_k, top_p, min_p and typical_p are.
         top_k: keep the k likeliest tokens; 0 keeps all.
         top_p: keep the likeliest tokens that together reach this probability; 1 keeps all.
@@ -86,7 +86,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether each token is the likeliest one behind the repetition penalty, and none is drawn."""
+        """Whether each token is the likeliest one after the repetition penalty, and none is drawn."""
         return self.temperature == 0
 
     def processors(self) -> list[LogitsProcessor]:

@@ -236,8 +236,8 @@ def test_the_tool_writes_a_file_that_the_pool_finds(
     shutil.copytree(tiny_folder, folder)
     run_tool("ngrams", [str(folder), "--tokens", "256", "--mib", "4", "--device", "cpu"])
     said = capsys.readouterr()
-    assert said.out.startswith(f"{folder / FILE_NAME}: 8 logits behind each of ")
-    assert "if it is ended, it goes on from" in said.err and said.err.count("\n") == 1
+    assert said.out.startswith(f"{folder / FILE_NAME}: 8 logits after each of ")
+    assert "interrupted, it continues from" in said.err and said.err.count("\n") == 1
     assert sorted(path.name for path in folder.glob("lp_*")) == [FILE_NAME]
     model = load(str(folder), "float64").model
     decoder = lp.LookaheadDecoder(model, CONFIG)
