@@ -21,7 +21,10 @@ MOST_PENALTY = 1e6
 
 
 class Verifier(StrEnum):
-    """How draft tokens of sampled text are verified: one seed gives one text, or the paper's Algorithm 4."""
+    """How draft tokens of sampled text are verified: "coupled" (one seed gives one text) or "rejection" (Algorithm 4).
+
+    Algorithm 4 is the paper's: its text equals plain sampling in distribution, not token by token.
+    """
 
     COUPLED = "coupled"
     REJECTION = "rejection"
@@ -86,11 +89,11 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether each token is the likeliest one behind the repetition penalty, and none is drawn."""
+        """Whether decoding is greedy: each token is the likeliest one after the repetition penalty."""
         return self.temperature == 0
 
     def processors(self) -> list[LogitsProcessor]:
-        """transformers' logits processors for these settings, in the order of its `generate`."""
+        """Make transformers' logits processors for these settings, in the order of transformers' `generate`."""
         import transformers as tf  # takes seconds, and the apps' --help needs no processor
 
         settings: tuple[tuple[Callable[[Any], LogitsProcessor], float, float], ...] = (  # the last: changes nothing
@@ -109,7 +112,7 @@ class SamplingParams:
 
 
 def is_greedy(sampling: SamplingParams | None) -> bool:
-    """Whether every token is the likeliest one and none is drawn: `sampling` is None, or its temperature is 0."""
+    """Whether decoding is greedy, so that no token is drawn at random: `sampling` is None, or its temperature is 0."""
     return sampling is None or sampling.greedy
 
 
