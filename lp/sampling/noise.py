@@ -245,7 +245,7 @@ class NoiseCache:
         return [self.first_row + position % self.capacity for position in positions]
 
     def missing(self, positions: Sequence[int]) -> list[tuple[int, int]]:
-        """List (row, key) for each of these absolute positions whose noise is not in the buffer, to pass to `fill_noise`.
+        """List (row, key), for `fill_noise`, for each of these absolute positions whose noise is not in the buffer.
 
         A caller that writes these rows then calls `filled`.
         """

@@ -119,7 +119,7 @@ class Text:
     places: Places = field(default=(), compare=False)
 
     def joined(self, other: Text) -> Text | None:
-        """Intersect this form with another form of strings; None if the bounds of their lengths exclude each other."""
+        """Intersect this form with another form of strings; None if no length is within the bounds of both."""
         least, most = max(self.least, other.least), _least(self.most, other.most)
         if most is not None and least > most:
             return None
@@ -171,7 +171,7 @@ class List:
         return self.first[index] if index < len(self.first) else self.rest
 
     def joined(self, other: List) -> List | None:
-        """Intersect this form with another form of lists; None if the bounds of their lengths exclude each other."""
+        """Intersect this form with another form of lists; None if no length is within the bounds of both."""
         least, most = max(self.least, other.least), _least(self.most, other.most)
         if most is not None and least > most:
             return None
@@ -219,9 +219,7 @@ class Object:
     places: Places = field(default=(), compare=False)
 
     def joined(self, other: Object) -> Object | None:
-        """Intersect this form with another form of objects; None if the bounds on the number of properties exclude each
-        other.
-        """
+        """Intersect this form with another form of objects; None if no number of properties is within both bounds."""
         least, most = max(self.least, other.least), _least(self.most, other.most)
         required = tuple(dict.fromkeys(self.required + other.required))
         if most is not None and max(least, len(required)) > most:

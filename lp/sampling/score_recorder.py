@@ -54,7 +54,7 @@ class RecordingSampler(Sampler):
         return self.inner.sample(scores, positions, branches, drafts)
 
     def record(self, nodes: Sequence[int], sampled_at: Sequence[int]) -> None:
-        """Store the logits and scores of the nodes whose sampled tokens were accepted; arguments: see `Sampler.record`."""
+        """Store the logits and scores of nodes whose sampled tokens were accepted; arguments: see `Sampler.record`."""
         index = [nodes.index(node) for node in sampled_at]
         for name, steps in self._recorded.items():
             steps.append(self._step[name][index])

@@ -66,7 +66,7 @@ class Words:
 
     @cached_property
     def of_several_items(self) -> list[int]:
-        """Ids of the tokens that may end an item and continue after it, such as `",`, or may end a number such as 1.0."""
+        """Ids of the tokens that may end an item and continue after it, such as `",`, or may end a number like 1.0."""
         return [token for token, data in enumerate(self.data) if ENDS.search(data)]
 
     @cached_property
