@@ -15,10 +15,10 @@ NAME = "lp_without_attention"
 
 
 class WithoutAttention:
-    """Context manager in which a model skips attention: layers take the queries as its output, and still cache keys.
+    """Context manager in which a model skips attention: each layer uses its queries as the output of attention.
 
-    A captured step (recorded as a CUDA graph) keeps the attention that it was recorded with, so enter the block before
-    the first step.
+    Keys and values are still cached. A captured step (recorded as a CUDA graph) keeps the attention that it was
+    recorded with, so enter the block before the first step.
 
     Args:
         model: the model to run without attention; for a ModelRunner, `runner.model`.

@@ -13,8 +13,8 @@ cached, so a step reaches at most DEPTH positions beyond the cached tokens. Sums
 in torch, for CPUs. For GPUs `lp.attention.by_position_kernel` adds up in another order, which is also the same in every
 pass.
 
-H: query heads, G: KV heads, R: query heads of a KV head, H / G, T: tokens of the forward pass, L: cached tokens, N:
-keys, L + T, D: head dimension of queries and keys, E: head dimension of values, U: keys of a tail.
+H: query heads, G: KV heads, R: query heads of a KV head (H / G), T: tokens of the forward pass, L: cached tokens, N:
+keys (L + T), D: head dimension of queries and keys, E: head dimension of values, U: keys of a tail.
 """
 
 from __future__ import annotations

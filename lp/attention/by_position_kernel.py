@@ -12,7 +12,7 @@ Blocks of rows and keys have the same sizes for every number of tokens, and a ro
 other rows see. So tensor cores always add in the same way. Memory beyond the keys that a program needs is never read,
 as it may hold NaNs.
 
-H: query heads, G: KV heads, R: query heads of a KV head, H / G, T: tokens of the forward pass, N: keys, D: head
+H: query heads, G: KV heads, R: query heads of a KV head (H / G), T: tokens of the forward pass, N: keys, D: head
 dimension of queries and keys, E: head dimension of values, U: keys of a tail, S: splits that the N keys have room for,
 Q: sequences.
 """

@@ -3,7 +3,7 @@
 On a CPU these are two calls of torch's FlashAttention, merged by the log-sum-exp (`lse`) of their scores. On a GPU
 `lp.attention.flash_cuda` chooses a kernel.
 
-H: query heads, G: KV heads, D: head dimension, T: step tokens, L: cached tokens, C: cache slots, N: keys, L + T or C,
+H: query heads, G: KV heads, D: head dimension, T: step tokens, L: cached tokens, C: cache slots, N: keys (L + T or C),
 U: keys of the step that a block of queries may see.
 """
 

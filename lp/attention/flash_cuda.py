@@ -8,7 +8,7 @@
 
 In the trial, at first use, a kernel's results on random tensors on this device are compared with plain products.
 
-H: query heads, G: KV heads, D: head dimension, T: step tokens, L: cached tokens, C: cache slots, N: keys, L + T or C.
+H: query heads, G: KV heads, D: head dimension, T: step tokens, L: cached tokens, C: cache slots, N: keys (L + T or C).
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def with_sinks(
 
     Args:
         out_1HTD: attention output without sinks.
-        lse_1HT: log-sum-exp of the scores behind that output.
+        lse_1HT: log-sum-exp of the scores that this output was computed from.
         sinks_H: score of each head's sink.
 
     Returns:

@@ -63,8 +63,8 @@ def accelerate(
 
     Args:
         model: an HF causal LM, also one with a LoRA adapter of PEFT.
-        config: draft settings, see `lp.LookaheadDecoder`. None: each step takes as many draft tokens as make it fastest
-            on this machine.
+        config: draft settings, see `lp.LookaheadDecoder`. None: each step takes as many draft tokens as make decoding
+            fastest on this machine.
         context: the ranks that share decode steps. Each rank accelerates its model and makes the same calls, and a call
             runs through lp either on all ranks or on none. None: this process alone.
         exact: "bitwise": logits equal those of `lp.PlainDecoder(model, exact="bitwise")` bit for bit, except in calls

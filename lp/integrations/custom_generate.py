@@ -80,7 +80,7 @@ def generate(
     Args:
         model, input_ids, logits_processor, stopping_criteria, generation_config: passed by transformers.
         window_size, ngram_size, guess_set_size: W, N and G of lookahead decoding, given to `model.generate` by keyword.
-            With none of them, each step takes as many draft tokens as make it fastest on this machine.
+            With none of them, each step takes as many draft tokens as make decoding fastest on this machine.
         seed: seed of a sampled text; None: drawn from torch's generator.
         streamer: gets the prompt, then the new tokens step by step; only for a single prompt.
         exact: "bitwise": logits equal those of `lp.PlainDecoder(model, exact="bitwise")` bit for bit. "auto" and

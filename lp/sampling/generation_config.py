@@ -239,12 +239,12 @@ class Checkpoint:
 
     @property
     def samples(self) -> bool:
-        """Whether the checkpoint asks for sampling (`do_sample`); it counts if a caller gives no sampling settings."""
+        """Whether the checkpoint asks for sampling (`do_sample`); used if a caller gives no sampling settings."""
         return bool(self.config.do_sample)
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """Those of the checkpoint's settings that `SamplingParams` has fields for, such as temperature, by name."""
+        """Values of the checkpoint's settings that `SamplingParams` has fields for, such as temperature, by name."""
         return {name: self.says[name] for name in SAMPLED if name in self.says}
 
     def said(self, sampling: SamplingParams | None) -> dict[str, Any]:

@@ -134,7 +134,8 @@ class Cursor:
         Branches come in an order that needs few steps.
 
         Args:
-            branches: for each node of the tree, the tokens from the matcher's text up to and including the node.
+            branches: a list for each node of the tree: the tokens after the matcher's text up to and including the
+                node.
 
         Yields:
             (index of a branch, whether the grammar allows the whole branch). If it does, the matcher stands at the end
@@ -197,7 +198,7 @@ class GrammarProcessor(LogitsProcessor):
 
         Args:
             text: token ids of padding, prompt and generated tokens.
-            branches: for each node, the tokens after the text up to and including the node.
+            branches: a list for each node, with the tokens after the text up to and including the node.
             scores: (n, V), a row for each of n nodes, a column for each token of the vocabulary.
 
         Returns:

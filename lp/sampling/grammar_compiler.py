@@ -35,7 +35,7 @@ MOST_DRAFTED = 256  # tokens that must follow: no step has room for more
 
 
 class GrammarCompiler:
-    """Compiles grammars for a model's generated text, and caches those that were used last.
+    """Compiles grammars for a model's generated text, and caches the most recently used ones.
 
     Args:
         tokenizer: the model's tokenizer.
@@ -58,7 +58,7 @@ class GrammarCompiler:
     def json_schema(self, schema: Mapping[str, Any] | str | bool) -> LLGrammar:
         """Make a grammar of the JSON values that a schema allows, written with one space after each comma and colon.
 
-        No other white space is allowed, since a small model that may write white space anywhere can go on without end.
+        No other white space is allowed, as a small model that may write white space anywhere may never stop doing so.
 
         Args:
             schema: a JSON schema, as a dict or as JSON text; True allows any JSON value.

@@ -104,8 +104,8 @@ class ScoreRules:
     def of(cls, processors: Iterable[LogitsProcessor], padding: int = 0) -> ScoreRules | None:
         """Convert one sequence's logits processors to ScoreRules; None if they can't be converted.
 
-        They can't if a processor looks at the tokens before a node, unless it is a known penalty, or if `numbers` does
-        not keep the processors' order. The host then applies the processors in every step.
+        They can't if a processor looks at the tokens before a node, unless it is a known penalty, or if the processors
+        come in an order that ScoreRules can't express. The host then applies the processors in every step.
 
         Args:
             processors: the sequence's processors, in the order in which they are applied.

@@ -236,12 +236,12 @@ class NoiseCache:
             self._positions = [-1] * self.capacity
 
     def rows(self, positions: Sequence[int]) -> list[int]:
-        """List the buffer's rows for these absolute positions, after computing noise that is missing there."""
+        """Indices of the buffer's rows for these absolute positions; noise that is missing there is computed first."""
         self.fill([self], [positions])
         return self.rows_of(positions)
 
     def rows_of(self, positions: Sequence[int]) -> list[int]:
-        """List the buffer's rows for these absolute positions, whether or not their noise is there yet."""
+        """Indices of the buffer's rows for these absolute positions, whether or not their noise is there yet."""
         return [self.first_row + position % self.capacity for position in positions]
 
     def missing(self, positions: Sequence[int]) -> list[tuple[int, int]]:
@@ -264,7 +264,7 @@ class NoiseCache:
 
         Args:
             caches: the cache of each sequence; caches may share a buffer.
-            positions: for each sequence, the absolute positions whose noise is needed.
+            positions: absolute positions whose noise is needed, a list for each sequence.
         """
         pairs: dict[int, list[tuple[int, int]]] = {}
         for cache, own in zip(caches, positions, strict=True):

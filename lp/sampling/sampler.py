@@ -70,7 +70,7 @@ class Sampler:
 
     @property
     def prefix_free(self) -> bool:
-        """Whether the host need not know the tokens before a node: no processor looks at them, or `rules` does it."""
+        """Whether the host need not know the tokens before a node: no processor or only `rules` looks at them."""
         return self.rules is not None or self.processors.prefix_free
 
     @property
@@ -99,8 +99,8 @@ class Sampler:
 
         Args:
             logits: (n, V), a row for each of n nodes, a column for each token of the vocabulary.
-            branches: for each node, the tokens after `text` up to and including the node; None if verification cannot
-                reach the node.
+            branches: a list for each node, with the tokens after `text` up to and including the node; None if
+                verification cannot reach the node.
             text: token ids of the prompt and of the generated tokens.
 
         Returns:
@@ -118,11 +118,11 @@ class Sampler:
         """Sample a token for every node, int64 (n,); INVALID_TOKEN if a node's scores are NaN or infinite.
 
         Args:
-            scores: (n, V), the result of the method `scores`.
+            scores: (n, V), a row for each of n nodes, as the method `scores` returns them.
             positions: absolute position of each node; its sampled token is for the next position.
             branches: see `scores`; None if verification cannot reach the node.
-            drafts: for each node, the draft tokens that may follow it, in the order in which they are tried. May be
-                empty unless `uses_drafts`.
+            drafts: a list for each node, with the draft tokens that may follow it, in the order in which they are
+                tried. It may be empty unless `uses_drafts`.
         """
         return finite_argmax(scores)
 

@@ -38,7 +38,7 @@ NOTHING: Demand = frozenset({Place("nothing")})  # which no value follows
 
 @dataclass(frozen=True)
 class Value:
-    """Form with a single value, from `const` or `enum`, or null, true or false.
+    """A form (a set of JSON values of one type) with a single value: from `const` or `enum`, or null, true or false.
 
     Attributes:
         text: the value as text; two such forms are equal if their texts are, so 1 and 1.0 differ.
@@ -53,7 +53,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Number:
-    """Form with all numbers in a range.
+    """A form (a set of JSON values of one type) with all numbers in a range.
 
     Attributes:
         integer: whether only integers are allowed.
@@ -105,7 +105,7 @@ class Number:
 
 @dataclass(frozen=True)
 class Text:
-    """Form with all strings whose length is within bounds and that match several expressions.
+    """A form (a set of JSON values of one type) with all strings of allowed lengths that match several expressions.
 
     Attributes:
         least, most: fewest and most characters; if `most` is None, there is no upper bound.
@@ -147,7 +147,9 @@ class Contained:
 
 @dataclass(frozen=True)
 class List:
-    """Form with all lists whose items follow demands, that is, sets of places in the schema.
+    """A form (a set of JSON values of one type) with all lists whose items follow demands.
+
+    A demand is a set of places in the schema that a value must follow.
 
     Attributes:
         first: a demand for each of the first items, from `prefixItems`.
@@ -201,7 +203,9 @@ class Layer:
 
 @dataclass(frozen=True)
 class Object:
-    """Form with all objects whose properties follow demands, that is, sets of places in the schema.
+    """A form (a set of JSON values of one type) with all objects whose properties follow demands.
+
+    A demand is a set of places in the schema that a value must follow.
 
     Attributes:
         layers: demands on properties, from several parts of the schema; each property must follow all of them.
@@ -244,7 +248,7 @@ FORMS: dict[str, Union] = {
 
 
 def all_forms(types: Iterable[str] = TYPES) -> Union:
-    """The union of forms that has all JSON values of the given types, such as ["string", "null"]."""
+    """The union of forms (sets of JSON values) that has all values of the given types, such as ["string", "null"]."""
     return tuple(form for name in types for form in FORMS[name])
 
 
@@ -272,7 +276,7 @@ def type_of_value(value: Any) -> str:
 
 
 def placed(union: Union, pointer: str) -> Union:
-    """Set the place in the schema, which messages name, for those forms of a union that have none yet.
+    """Set the place in the schema, for messages, of those forms (sets of JSON values) in a union that have none yet.
 
     Args:
         union: the forms.

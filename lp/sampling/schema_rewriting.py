@@ -98,7 +98,7 @@ class Rewriting:
         return [frozenset({Place(place.pointer, not place.negated)}) for place in sorted(demand)]
 
     def union(self, demand: Demand) -> Union:
-        """The values that follow a demand (a set of places in the schema), as a union of forms.
+        """The values that follow a demand (a set of places in the schema), as a union of forms, such as number ranges.
 
         Raises:
             ValueError: a keyword has no exact form; the message names its place.
@@ -118,7 +118,7 @@ class Rewriting:
         return self._unions[demand]
 
     def has(self, demand: Demand, value: Any) -> bool:
-        """Whether a JSON value, given as Python data, follows a demand: the schema at each of a set of places."""
+        """Whether a JSON value, given as Python data, follows the schema at every place in a demand."""
         return any(self.form_has(form, value) for form in self.union(demand))
 
     def form_has(self, form: Form, value: Any) -> bool:
@@ -174,7 +174,7 @@ class Rewriting:
     # --- unions
 
     def both(self, one: Union, other: Union) -> Union:
-        """Intersect two unions of forms: the result has the values that are in both.
+        """Intersect two unions of forms (sets of JSON values): the result has the values that are in both unions.
 
         Raises:
             ValueError: the intersection has too many forms.
@@ -213,7 +213,7 @@ class Rewriting:
         return first.joined(second)  # type: ignore[arg-type]
 
     def is_never(self, form: Form) -> bool:
-        """Whether a form is known to contain no value, so that it can be left out; False if this is not known."""
+        """Whether a form (a set of JSON values) is known to be empty, so that it can be left out; False if in doubt."""
         match form:
             case Text(least, most, languages) if len(languages) + (least > 0 or most is not None) > 1:
                 if form not in self._never_texts:
@@ -240,7 +240,7 @@ class Rewriting:
             self._never_open.remove(demand)
 
     def complement(self, union: Union, pointer: str) -> Union:
-        """Complement a union of forms: the result has all JSON values that are not in the union.
+        """Complement a union of forms (sets of JSON values): the result has all JSON values that are not in the union.
 
         Args:
             union: the forms.
@@ -368,12 +368,16 @@ class Rewriting:
         return [f"{pointer}/{keyword}/{index}" for index in range(len(given))]
 
     def at(self, pointer: str) -> Union:
-        """The values that the schema at a JSON pointer allows, as a union of forms."""
+        """The values that the schema at a JSON pointer allows, as a union of forms, such as number ranges."""
         return self.union(frozenset({Place(pointer)}))
 
 
 def text_language(form: Text) -> Node:
-    """Make the expression, as a syntax tree, that matches exactly the strings of a form."""
+    """Make the regular expression, as a syntax tree, that matches exactly the strings of a form.
+
+    Args:
+        form: a set of strings, given by bounds on their length and by expressions that they must match.
+    """
     return And((Repeat(ANY, form.least, form.most), *form.languages))
 
 
@@ -684,7 +688,7 @@ def value_form(value: Any) -> Value:
 
 
 def canonical(value: Any) -> str:
-    """Write a JSON value as a text by which forms are compared; 1 and 1.0 have different texts."""
+    """Write a JSON value as a text by which `Value` forms are compared; 1 and 1.0 have different texts."""
     match value:
         case None | bool():
             return str(value)

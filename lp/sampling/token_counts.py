@@ -48,7 +48,7 @@ class TokenCounts:
 
     @property
     def shape(self) -> int:
-        """Size of the vocabulary; sequences can share a buffer if theirs are equal."""
+        """Size of the vocabulary; sequences can share a buffer if this number is equal for all of them."""
         return self.vocabulary
 
     def buffer(self, texts: int) -> torch.Tensor:
