@@ -24,12 +24,12 @@ ROWS = 8  # a part of a pass is padded to a multiple of it: libraries have other
 
 
 class KeyPlaces(NamedTuple):
-    """Where the keys lie that each token of a forward pass attends to, for attention in the order of positions.
+    """Where the keys lie that each token of a forward pass attends to, if keys are added up in the order of positions.
 
-    A token's keys are cached ones, followed by its tail: the last positions up to the token itself. Keys are given as
-    indices into the N keys of all sequences, where the keys of each sequence are consecutive. T: tokens, U: keys of a
-    tail, Q: sequences. For a single sequence there may be more rows than tokens, up to a multiple of ROWS; the extra
-    rows repeat the first one.
+    The keys of a token are cached keys, followed by its tail: the keys at the last positions up to the token itself.
+    All are given as indices into the N keys of all sequences, where the keys of each sequence are consecutive. T:
+    tokens, U: keys of a tail, Q: sequences. For a single sequence there may be more rows than tokens, up to a multiple
+    of ROWS (8); the extra rows repeat the first one.
 
     Attributes:
         tail_starts_T: int64, the position at which each token's tail begins.

@@ -4,9 +4,9 @@
    step of few tokens keeps all SMs busy.
 2. The second kernel combines the results of the splits by their log-sum-exp.
 
-H: query heads, G: KV heads, R: query heads of a KV head (H / G), T: step tokens, L: cached tokens, N: keys (L + T or C),
-C: cache slots, D: head dimension of queries and keys, E: head dimension of values, S: splits, Q: sequences. The queries
-of one KV head are T x R rows.
+H: query heads, G: KV heads, R: query heads of a KV head (H / G), T: step tokens, L: cached tokens, C: cache slots, N:
+keys (L + T or C), D: head dimension of queries and keys, E: head dimension of values, S: splits, Q: sequences. The
+queries of one KV head are T x R rows.
 """
 
 from __future__ import annotations

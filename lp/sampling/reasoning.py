@@ -18,8 +18,8 @@ class ReasoningBlock:
     """The special tokens around a model's reasoning.
 
     Attributes:
-        begin: token id that begins it, such as that of <think>.
-        end: token id that ends it, such as that of </think>.
+        begin: id of the token that begins the reasoning, such as <think>.
+        end: id of the token that ends the reasoning, such as </think>.
     """
 
     begin: int
