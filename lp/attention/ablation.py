@@ -1,4 +1,4 @@
-"""Runs a model without attention, to measure how much of a forward pass attention takes; its output means nothing.
+"""Runs a model without attention, to measure how much of a forward pass attention takes; the output is meaningless.
 
 T: step tokens, H: query heads, D: head dimension.
 """
@@ -15,16 +15,17 @@ NAME = "lp_without_attention"
 
 
 class WithoutAttention:
-    """A `with` block in which a model uses its queries as the result of attention; keys and values are still cached.
+    """Context manager in which a model skips attention: each layer uses its queries as the output of attention.
 
-    Captured steps replay what they were captured with: enter the block before the first step.
+    Keys and values are still cached. A captured step (recorded as a CUDA graph) keeps the attention that it was
+    recorded with, so enter the block before the first step.
 
     Args:
-        model: the model to run without attention; for a ModelRunner `runner.model`.
+        model: the model to run without attention; for a ModelRunner, `runner.model`.
 
     Attributes:
-        called: whether the model's layers have called it; if not, attention was not left out, as the model does not use
-            transformers' registry of attention functions.
+        called: whether some layer has called this stand-in. If not, attention was not skipped, as the model does not
+            use transformers' registry of attention functions.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:

@@ -1,7 +1,7 @@
-"""The interface of attention backends, and the views that tell them which keys the tokens of a step see.
+"""The interface of attention backends, and views, which tell a backend which keys each token of a step sees.
 
 T: step tokens, L: cached tokens (the token in cache slot i has position i), C: cache slots, N: keys of an attention
-call, L + T, or C where the cache slots are given.
+call, that is L + T, or C if the cache slots are given.
 """
 
 from __future__ import annotations
@@ -18,36 +18,41 @@ Mask = torch.Tensor | BlockMask
 
 @dataclass(frozen=True)
 class Window:
-    """The limit of what a token sees in layers with local attention: a sliding window or a chunk.
+    """The limit on which tokens a token sees in layers with local attention: a sliding window or a chunk.
 
     Attributes:
         size: number of tokens of a window or chunk.
-        chunked: True: a token sees the tokens up to itself of its own chunk, which begins at a multiple of `size`
-            (Llama 4). False: it sees the last `size` tokens, itself included.
+        chunked: True: the text is cut into chunks at multiples of `size`, and a token sees the tokens of its own chunk
+            up to itself (Llama 4). False: a token sees the last `size` tokens, itself included.
     """
 
     size: int
     chunked: bool = False
 
     def starts(self, positions: torch.Tensor) -> torch.Tensor:
-        """The first position that tokens at these positions see, in the shape of `positions`; may be negative."""
+        """The first position that a token at each of these positions sees; may be negative.
+
+        Args:
+            positions: positions of tokens, in any shape; the result has the same shape.
+        """
         return positions // self.size * self.size if self.chunked else positions - self.size + 1
 
 
 @dataclass(frozen=True)
 class StepView:
-    """Which keys the tokens of a step of one sequence see, from which a backend makes a mask.
+    """Which keys each token of one sequence's step sees; a backend makes a mask from it.
 
-    Every token sees all cached tokens, and step tokens by `visible_TT`, as far as a window allows it.
+    Every token sees all cached tokens, and those tokens of the step that `visible_TT` allows, unless a window hides
+    them. T: tokens of the step.
 
     Attributes:
-        visible_TT: bool, which tokens of the step each one sees.
+        visible_TT: bool, whether each token of the step (row) sees each token of the step (column).
         positions_T: int64, position of each token in the text.
-        length: L, number of cached tokens; or C, number of cache slots, if `slot_mapping_T` is given.
-        slot_mapping_T: int64, the cache slot of each token of the step; slots before the first one are cached tokens,
-            those behind the last are empty. None: the keys are the L cached ones, then the step's.
-        window: the window of layers with local attention; None: full attention.
-        dtype: dtype of the model, and of additive masks.
+        length: number of cached tokens, L; or number of cache slots, C, if `slot_mapping_T` is given.
+        slot_mapping_T: int64, the cache slot of each token of the step. Slots before the first one hold cached tokens,
+            slots after the last one are empty. None: the keys are the L cached ones, followed by the step's.
+        window: the window of layers with local attention; None: layers with full attention.
+        dtype: dtype of the model, and of masks that are added to scores.
     """
 
     visible_TT: torch.Tensor
@@ -63,11 +68,11 @@ class StepView:
         return len(self.positions_T) == 1 and self.slot_mapping_T is None and self.window is None
 
     def within(self, window: Window | None) -> StepView:
-        """The view of this step in layers with another window; None: full attention."""
+        """Get the view of the same step for layers with another window; None: for layers with full attention."""
         return self if window == self.window else replace(self, window=window)
 
     def visible_TN(self) -> torch.Tensor:
-        """Make the mask over all keys: bool (T, N), whether each token sees each key."""
+        """Make the mask over all N keys: bool (T, N), whether each of the T step tokens sees each key."""
         device = self.visible_TT.device
         num_tokens = len(self.visible_TT)
         if self.slot_mapping_T is None:
@@ -87,11 +92,11 @@ class StepView:
 
 @dataclass(frozen=True)
 class ForestView:
-    """Which keys the tokens of a step of several sequences see: a token sees keys of its own sequence alone.
+    """Which keys each token sees in a step of several sequences: a token sees keys of its own sequence only.
 
     Attributes:
-        parts: view of each sequence, without `slot_mapping_T`; the N keys are those of the sequences, one after the
-            other.
+        parts: a view for each sequence, without `slot_mapping_T`. The keys of the sequences follow each other in this
+            order.
     """
 
     parts: list[StepView]
@@ -99,32 +104,33 @@ class ForestView:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the model, and of additive masks."""
+        """Dtype of the model, and of masks that are added to scores."""
         return self.parts[0].dtype
 
     def within(self, window: Window | None) -> ForestView:
-        """The view of this step in layers with another window; None: full attention."""
+        """Get the view of the same step for layers with another window; None: for layers with full attention."""
         return ForestView([part.within(window) for part in self.parts])
 
     def visible_TN(self) -> torch.Tensor:
-        """Make the mask over all keys: bool (T, N), whether each token sees each key."""
+        """Make the mask over all N keys: bool (T, N), whether each of the T step tokens sees each key."""
         visible_TN: torch.Tensor = torch.block_diag(*(part.visible_TN() for part in self.parts))
         return visible_TN
 
 
 @dataclass(frozen=True)
 class PooledView:
-    """Which keys the tokens of a captured step see, whose sequences all have their caches in one pool of slots.
+    """Which keys each token sees in a captured step (recorded as a CUDA graph) whose sequences share one pool of slots.
 
-    A CUDA graph replays the step for other sequences: so their places in the pool are tensors. The keys are those of
-    all N slots.
+    The graph is replayed for other sequences, so the places of the sequences in the pool are tensors. The keys are
+    those of all N slots of the pool. T: tokens of the step.
 
     Attributes:
         visible_TT, positions_T, window, dtype: see `StepView`; a token sees no token of another sequence.
         slots_T: int64, the slot of each token's own key.
         first_slots_T: int64, for each token the first slot of its sequence.
         lengths_T: int64, for each token the number of cached tokens of its sequence.
-        sequences_Q4: int64, for each sequence (first token, number of tokens, first slot, number of cached tokens).
+        sequences_Q4: int64, for each of Q sequences (first token, number of tokens, first slot, number of cached
+            tokens).
         num_slots: N, number of slots of the pool.
     """
 
@@ -140,11 +146,11 @@ class PooledView:
     sees_everything: ClassVar[bool] = False
 
     def within(self, window: Window | None) -> PooledView:
-        """The view of this step in layers with another window; None: full attention."""
+        """Get the view of the same step for layers with another window; None: for layers with full attention."""
         return self if window == self.window else replace(self, window=window)
 
     def visible_TN(self) -> torch.Tensor:
-        """Make the mask over all slots: bool (T, N), whether each token sees each key."""
+        """Make the mask over all N slots of the pool: bool (T, N), whether each of the T step tokens sees each key."""
         slots_N = torch.arange(self.num_slots, device=self.slots_T.device)
         key_positions_TN = slots_N - self.first_slots_T[:, None]
         cached_TN = (key_positions_TN >= 0) & (key_positions_TN < self.lengths_T[:, None])
@@ -160,35 +166,44 @@ View = StepView | ForestView | PooledView
 
 
 def additive_mask(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Turn a bool mask (T, N) into one (1, 1, T, N) of numbers to be added to the scores: 0, or the dtype's least."""
+    """Turn a bool mask into numbers to add to attention scores: 0 for keys that are seen, else the dtype's minimum.
+
+    Args:
+        visible: bool (T, N), whether each of T tokens sees each of N keys.
+        dtype: dtype of the result.
+
+    Returns:
+        (1, 1, T, N).
+    """
     mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
     return mask.masked_fill_(~visible, torch.finfo(dtype).min)[None, None]
 
 
 class AttentionBackend:
-    """A way to compute the attention of a tree-shaped step: a function that transformers knows by name, and its masks.
+    """A way to compute attention in a tree-shaped step: an attention function that transformers knows, and its masks.
 
     A backend is a subclass in a file of its own, registered as `lp.attention.registry` describes.
 
     Args:
-        name: what users choose it by, as in `attention=NAME`.
+        name: the name by which users choose the backend, as in `attention=NAME`.
 
     Attributes:
-        implementation: transformers' name of the attention function.
-        alternative: name of the backend to propose if this one can't be used; None: there is none.
-        replaces: attention implementations, by the names of backends or by transformers' names; `attention=auto` uses
-            this backend for models that were loaded with one of them, if it can.
-        priority: order among backends that replace the same implementation: `auto` tries the largest first.
-        loadable: whether transformers can load a model with `implementation`; errors advise it for models that can't
-            change their attention later.
-        omits_trivial_masks: whether None may be the mask of a single token that sees everything.
-        takes_parts: whether the attention function, in a step of several sequences, takes keys and values as
-            `lp.attention.parts.InParts`; if not, it gets those of all sequences in one tensor, under a mask.
-        takes_pools: whether the attention function, in a captured step of several sequences on a GPU, reads only the
-            keys of each sequence; if not, it reads all slots of the pool, under a mask.
-        capture_obstacle: why steps with this backend can't be captured in a CUDA graph; None: they can.
-        compiles: whether torch.compile can compile a step with its masks.
-        depth: most positions behind the cached ones that a step may reach; None: no limit.
+        implementation: transformers' name for the attention function.
+        alternative: name of the backend that an error proposes if this backend can't be used; None: it proposes none.
+        replaces: attention implementations, by backend names or by transformers' names. With `attention=auto`, this
+            backend is used for models that were loaded with one of them, if possible.
+        priority: order among backends that replace the same implementation; `auto` tries the largest number first.
+        loadable: whether transformers can load a model with `implementation`. Errors advise it for models whose
+            attention can't be changed later.
+        omits_trivial_masks: whether the mask may be None for a single token that sees everything.
+        takes_parts: whether the attention function, in a step of several sequences, takes a separate tensor of keys and
+            of values for each sequence (`lp.attention.parts.InParts`). If not, it gets one tensor for all, and a mask.
+        takes_pools: whether the attention function, in a step of several sequences that is recorded as a CUDA graph,
+            reads the keys of each sequence only. If not, it reads all slots of the pool that the sequences share, under
+            a mask.
+        capture_obstacle: why steps with this backend can't be recorded as CUDA graphs; None: they can.
+        compiles: whether torch.compile can compile a step with this backend's masks.
+        depth: how many positions after the cached tokens a step may reach at most; None: no limit.
     """
 
     implementation: str
@@ -207,56 +222,61 @@ class AttentionBackend:
         self.name = name
 
     def unfit(self, model: PreTrainedModel) -> str | None:
-        """Why a model can't run with this backend, with the remedy, as an error message; None: no reason is known."""
+        """Why a model can't run with this backend, as an error message with a remedy; None: no reason is known."""
         return None
 
     def replaced_in(self, model: PreTrainedModel) -> tuple[str, ...]:
-        """The implementations that `auto` replaces by this backend for a given model: `replaces`, unless overridden."""
+        """The attention implementations that `auto` replaces by this backend for one model; by default `replaces`."""
         return self.replaces
 
     def install(self) -> None:
-        """Register `implementation` with transformers, unless it is transformers' own; may be called again."""
+        """Register the attention function with transformers, unless transformers has it; may be called repeatedly."""
 
     def mask(self, view: View) -> Mask:
-        """Make the mask that the attention function gets in a step: by default an additive one over all keys.
+        """Make the mask that the attention function gets in a step; by default numbers to add to the scores of keys.
 
         Args:
-            view: which keys the tokens of the step see.
+            view: which keys each token of the step sees.
         """
         return additive_mask(view.visible_TN(), view.dtype)
 
     def forward_arguments(
         self, slot_mapping_T: torch.Tensor, sequences_Q4: torch.Tensor | None = None
     ) -> dict[str, Any]:
-        """Further keyword arguments of the model in a captured step, which its layers hand to the attention function.
+        """Extra arguments for the model's forward in a captured step, which its layers pass to the attention function.
+
+        A captured step is recorded as a CUDA graph.
 
         Args:
-            slot_mapping_T: int64, the cache slots of the step's tokens.
-            sequences_Q4: int64, for a step of several sequences, for each of them (first token, number of tokens, first
-                slot, number of cached tokens); None: one sequence.
+            slot_mapping_T: int64, the cache slot of each token of the step.
+            sequences_Q4: int64, for a step of several sequences: for each sequence (first token, number of tokens,
+                first slot, number of cached tokens). None: the step has one sequence.
+
+        Returns:
+            The arguments, by name.
         """
         return {}
 
 
 def has_sinks(model: PreTrainedModel) -> bool:
-    """Whether a model's layers have attention sinks: a parameter `sinks`, with a learned score for each head."""
+    """Whether a model's layers have attention sinks: a parameter `sinks` with a learned score for each head."""
     return any(module._parameters.get("sinks") is not None for module in model.modules())
 
 
 def score_obstacle(
     model: PreTrainedModel, name: str, remedy: str = "choose attention=eager", takes_sinks: bool = False
 ) -> str | None:
-    """Why a model can't run with torch's fused attention functions: capped scores, or no sdpa in transformers.
+    """Why a model can't use torch's fused attention: its scores are capped, or transformers has no sdpa for it.
 
     Args:
         model: the model.
         name: name of the backend that was asked for.
         remedy: what the message advises.
-        takes_sinks: whether the backend computes attention sinks: because of them alone transformers may have no sdpa
-            for a model.
+        takes_sinks: whether the backend computes attention sinks. If it does, a model with sinks is not refused for
+            lack of sdpa, since its sinks alone may be the reason why transformers has none.
 
     Returns:
-        A message as `AttentionBackend.unfit` returns it; None: nothing stands against it.
+        An error message with a remedy; None: there is no obstacle.
     """
     architecture = type(model).__name__
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):

@@ -1,19 +1,20 @@
-"""The backend of `exact=bitwise`: a token's attention has the same bits whichever other tokens are in its pass.
+"""The attention backend for `exact=bitwise`: a token's result has the same bits whatever other tokens are in the pass.
 
-Other kernels add up a token's keys in an order that depends on where they lie and on how many tokens a step has, so a
-step of many tokens rounds otherwise than a step of one. Here the order depends on positions alone. The keys of a token
-at position p are in two parts, by their own positions:
+Other kernels add up a token's keys in an order that depends on where the keys lie and on how many tokens a step has. So
+a step of many tokens rounds differently from a step of one token. Here the order depends on positions only. The keys of
+a token at position p are in two parts, by their own positions:
 
     0 ............. A(p) - 1 | A(p) ............. p        A(p) = floor((p - DEPTH) / UNIT) x UNIT, at least 0
     cached, tile by tile       the tail: cached or in the step, gathered along the token's path
 
-Both are computed alike in a plain step, in a step with a draft tree and in a prompt's chunk: tiles begin at multiples
-of TILE and are added in their order, and the tail always has the same size. Keys before A(p) must be cached, so a step
-goes no deeper than DEPTH positions behind the cached tokens. Sums are in float32 or wider. This file is in torch, for
-CPUs. For GPUs `lp.attention.by_position_kernel` adds up in another order, which is also the same in every pass.
+Both parts are computed in the same way in a plain step, in a step with a draft tree and in a prompt's chunk. Tiles
+begin at multiples of TILE and are added up in order, and the tail always has the same size. Keys before A(p) must be
+cached, so a step reaches at most DEPTH positions beyond the cached tokens. Sums are in float32 or wider. This file is
+in torch, for CPUs. For GPUs `lp.attention.by_position_kernel` adds up in another order, which is also the same in every
+pass.
 
-H: query heads, G: KV heads, R: query heads of a KV head, H / G, T: tokens of the pass, L: cached tokens, N: keys,
-L + T, D: head dimension of queries and keys, E: of values, U: keys of a tail.
+H: query heads, G: KV heads, R: query heads of a KV head (H / G), T: tokens of the forward pass, L: cached tokens, N:
+keys (L + T), D: head dimension of queries and keys, E: head dimension of values, U: keys of a tail.
 """
 
 from __future__ import annotations
@@ -61,12 +62,15 @@ class _Sums(NamedTuple):
 def attention_by_position(
     q_1HTD: torch.Tensor, k_1GND: torch.Tensor, v_1GNE: torch.Tensor, places: KeyPlaces, scale: float
 ) -> torch.Tensor:
-    """Compute attention by position in torch: each token attends to the keys along its path, up to its own position.
+    """Compute attention in torch, adding up each token's keys in an order that depends on positions only.
+
+    Each token attends to the keys along its path, up to its own position. T: tokens of the forward pass, N: keys, H:
+    query heads, G: KV heads, D and E: head dimensions of keys and of values.
 
     Args:
-        q_1HTD: queries of the pass's tokens.
-        k_1GND, v_1GNE: keys and values of all sequences: cached tokens, and those of the pass.
-        places: the keys that each token attends to.
+        q_1HTD: queries of the tokens.
+        k_1GND, v_1GNE: keys and values of all sequences, both of cached tokens and of tokens of the forward pass.
+        places: where the keys lie that each token attends to.
         scale: factor on the scores.
 
     Returns:
@@ -150,11 +154,15 @@ def forward_by_position(
 ) -> tuple[torch.Tensor, None]:
     """The attention function that transformers' layers call under `exact=bitwise`.
 
+    H: query heads, G: KV heads, T: tokens of the forward pass, N: keys, D and E: head dimensions of keys and of values.
+
     Args:
         module: the attention layer.
         query: (1, H, T, D).
-        key, value: (1, G, N, D) and (1, G, N, E), cached tokens included; InParts if the pass has several sequences.
-        attention_mask: a `PlacesMask`, or InParts with one for each sequence.
+        key, value: (1, G, N, D) and (1, G, N, E), cached tokens included; InParts if the forward pass has several
+            sequences.
+        attention_mask: a `PlacesMask`, which carries where each token's keys lie; or InParts with one for each
+            sequence.
         scaling: factor on the scores; None is 1 / sqrt(D).
 
     Returns:
@@ -186,7 +194,11 @@ def _attend(
 
 @register_attention("by_position")
 class ByPosition(AttentionBackend):
-    """The attention backend of `exact=bitwise`, see this module; `attention=auto` never takes it."""
+    """The attention backend for `exact=bitwise`, which adds up keys in an order that depends on positions only.
+
+    So a token's result has the same bits whatever other tokens are in the forward pass. `attention=auto` never chooses
+    it.
+    """
 
     implementation = "lp_by_position"
     alternative = None

@@ -1,18 +1,20 @@
-"""Attention by position for GPUs, in two Triton kernels: a token's result has the same bits in every pass.
+"""Attention in two Triton kernels whose result for a token has the same bits in every forward pass, for GPUs.
 
-It serves `lp.attention.by_position`, which defines A(p) and the tail of a token.
+It is the GPU part of `lp.attention.by_position`, which defines A(p) and the tail of a token.
 
-1. The first kernel sums up splits: split s has the cached keys at positions [SPLIT s, SPLIT s + SPLIT) that a token
-   sees before A(p). It does so for many tokens at once; a token's sum does not depend on the program or other tokens.
-2. The second kernel sums up the tail of each token, in the order of its positions, and then adds a token's splits, in
+1. The first kernel sums up splits. Split s has the cached keys at positions from SPLIT s to before SPLIT (s + 1) that a
+   token sees before A(p). The kernel does so for many tokens at once, but a token's sum depends neither on other tokens
+   nor on which program computes it.
+2. The second kernel sums up the tail of each token in the order of positions, and then adds the token's splits, in
    their order, and its tail.
 
 Blocks of rows and keys have the same sizes for every number of tokens, and a row goes through the same blocks whatever
-other rows see: tensor cores then add alike. Memory beyond the keys that a program needs is never read, as it may hold
-NaNs.
+other rows see. So tensor cores always add in the same way. Memory beyond the keys that a program needs is never read,
+as it may hold NaNs.
 
-H: query heads, G: KV heads, R: query heads of a KV head, H / G, T: tokens of the pass, N: keys, D: head dimension of
-queries and keys, E: of values, U: keys of a tail, S: splits that the N keys have room for, Q: sequences.
+H: query heads, G: KV heads, R: query heads of a KV head (H / G), T: tokens of the forward pass, N: keys, D: head
+dimension of queries and keys, E: head dimension of values, U: keys of a tail, S: splits that the N keys have room for,
+Q: sequences.
 """
 
 from __future__ import annotations
@@ -187,11 +189,11 @@ def launch_by_position(
     scale: float,
     num_programs: int | None = None,
 ) -> torch.Tensor:
-    """Launch the kernels of `by_position`: arguments and result are the same, but for one more argument.
+    """Launch the kernels of the operator `by_position`; takes its arguments and one more, returns the same result.
 
     Args:
-        num_programs: programs that share the splits of a block of rows, which does not change results; None: chosen by
-            the shapes and the device.
+        num_programs: number of GPU programs among which the keys of a block of rows are divided; results do not depend
+            on it. None: chosen by the shapes and the device.
     """
     q_HTD, k_GND, v_GNE = (states[0] if states.stride(-1) == 1 else states[0].contiguous()
                            for states in (q_1HTD, k_1GND, v_1GNE))  # fmt: skip
@@ -224,14 +226,14 @@ def launch_by_position(
 
 
 def split_sizes(dim: int, value_dim: int, itemsize: int) -> dict[str, int]:
-    """Choose block sizes and warps of the first kernel; they do not depend on the number of tokens.
+    """Choose block sizes and number of warps for the first kernel, independent of the number of tokens.
 
     Args:
-        dim, value_dim: D and E, up to 256 each.
-        itemsize: bytes of a number of queries, keys and values.
+        dim, value_dim: head dimension of keys and of values, up to 256 each.
+        itemsize: bytes of one element of queries, keys and values.
 
     Returns:
-        The compile-time arguments of the launch, by name.
+        Compile-time arguments for the kernel launch, by name.
     """
     sizes = block_sizes(ROWS, dim, value_dim, itemsize)
     if max(sizes["BD"], sizes["BE"]) > 128:
@@ -240,14 +242,14 @@ def split_sizes(dim: int, value_dim: int, itemsize: int) -> dict[str, int]:
 
 
 def tail_sizes(repeats: int, sizes: dict[str, int]) -> dict[str, int]:
-    """Choose block sizes and warps of the second kernel.
+    """Choose block sizes and number of warps for the second kernel.
 
     Args:
-        repeats: R, query heads of a KV head.
+        repeats: number of query heads for each KV head.
         sizes: block sizes of the first kernel, as `split_sizes` returns them.
 
     Returns:
-        The compile-time arguments of the launch, by name.
+        Compile-time arguments for the kernel launch, by name.
     """
     block_rows = max(triton.next_power_of_2(repeats), 16)  # 16: the least that a tensor core multiplies
     return {
@@ -272,15 +274,17 @@ def by_position(
     sequences_Q4: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """Compute attention by position on a GPU, as an operator of torch that a CUDA graph can hold.
+    """Compute attention on a GPU in an order of sums that depends on positions only; a torch operator for CUDA graphs.
 
-    Each token attends to the keys along its path, up to its own position.
+    Each token attends to the keys along its path, up to its own position. T: tokens of the forward pass, N: keys, H:
+    query heads, G: KV heads, D and E: head dimensions of keys and of values.
 
     Args:
-        q_1HTD: queries of the pass's tokens: float16, bfloat16 or float32, like keys and values.
-        k_1GND, v_1GNE: keys and values of all sequences: cached tokens, and those of the pass.
-        tail_starts_T, window_starts_T, tail_keys_TU, seen_TU, sequences_Q4: the fields of
-            `lp.attention.key_places.KeyPlaces`. Each token belongs to a sequence; a sequence may have no tokens.
+        q_1HTD: queries of the tokens: float16, bfloat16 or float32, like keys and values.
+        k_1GND, v_1GNE: keys and values of all sequences, both of cached tokens and of tokens of the forward pass.
+        tail_starts_T, window_starts_T, tail_keys_TU, seen_TU, sequences_Q4: where the keys lie that each token attends
+            to; see the fields of `lp.attention.key_places.KeyPlaces`. Each token belongs to a sequence; a sequence may
+            have no tokens.
         scale: factor on the scores.
 
     Returns:

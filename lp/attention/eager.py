@@ -8,9 +8,9 @@ from lp.attention.registry import register_attention
 
 @register_attention("eager")
 class Eager(AttentionBackend):
-    """Attention in plain products, for models that no other backend takes, such as those with capped scores.
+    """Attention in plain matrix products, for models that no other backend can run, such as those with capped scores.
 
-    It needs additive masks: bool ones would be added to the scores as 0 and 1.
+    It needs masks of numbers that are added to the scores. A bool mask would add 0 and 1 instead.
     """
 
     implementation = "eager"

@@ -1,4 +1,4 @@
-"""Checks an attention kernel: records what a model's layers give it, and compares its results with exact attention.
+"""Checks an attention kernel: records what a model's layers pass to it, and compares its output with exact attention.
 
 H: query heads, T: step tokens, N: keys, D: head dimension.
 """
@@ -24,11 +24,13 @@ OTHERWISE = ("softcap", "s_aux", "position_bias")  # arguments by which a functi
 
 @dataclass(frozen=True)
 class Call:
-    """A recorded call of an attention function: its input and its output.
+    """Input and output of one recorded call of an attention function.
+
+    H: query heads, T: tokens, N: keys, D: head dimension.
 
     Attributes:
         layer: index of the layer that made the call.
-        q_HTD, k_HND, v_HND: queries, keys and values; those of a KV head are repeated for each of its query heads.
+        q_HTD, k_HND, v_HND: queries, keys and values; each KV head is repeated for all its query heads.
         out_HTD: what the function returned.
         scale: factor on the scores.
     """
@@ -41,14 +43,15 @@ class Call:
     scale: float
 
     def errors(self, visible_TN: torch.Tensor) -> tuple[float, float]:
-        """Compare the recorded output with exact attention, in float64.
+        """Compare the recorded output with exact attention, computed in float64.
 
         Args:
-            visible_TN: bool, which keys the first T tokens see; the call may have had more tokens and keys.
+            visible_TN: bool (T, N), which of the first N keys each of the first T tokens sees; the call may have had
+                more of both.
 
         Returns:
-            The kernel's largest error of a token in a head, and the largest that rounding explains; both relative to
-            the size of sum(p |v|).
+            (error, allowed): the kernel's largest error of any token in any head, and the largest error that rounding
+            explains. Both are relative to the norm of sum(p |v|), p being the attention weights and v the values.
         """
         num_tokens, num_keys = visible_TN.shape
         dtype = self.q_HTD.dtype
@@ -66,12 +69,12 @@ class Call:
 
 @contextmanager
 def recorded(model: PreTrainedModel, implementation: str) -> Iterator[list[Call]]:
-    """A `with` block that records the calls of a model's attention function; gives the list that they are added to.
+    """Context manager that records the calls of a model's attention function; it gives the list of recorded calls.
 
     Calls that compute more than softmax attention, such as capped scores or sinks, are not recorded.
 
     Args:
-        model: a model that nothing else uses meanwhile: its config is changed within the block.
+        model: the model; nothing else may use it meanwhile, since its config is changed.
         implementation: transformers' name of the attention function that the model uses.
     """
     calls: list[Call] = []

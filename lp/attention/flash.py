@@ -1,10 +1,10 @@
-"""The backend `attention=flash`: attention to all cached keys without a mask, to the step's own keys under its mask.
+"""The backend `attention=flash`: attention to all cached keys without a mask, and to the step's own keys with one.
 
-On a CPU these are two calls of torch's FlashAttention, merged by their log-sum-exp; on a GPU `lp.attention.flash_cuda`
-chooses a kernel.
+On a CPU these are two calls of torch's FlashAttention, merged by the log-sum-exp (`lse`) of their scores. On a GPU
+`lp.attention.flash_cuda` chooses a kernel.
 
-H: query heads, G: KV heads, D: head dimension, T: step tokens, L: cached tokens, C: cache slots, N: keys, L + T or C,
-U: keys of the step that a block of queries may see. A log-sum-exp is `lse`.
+H: query heads, G: KV heads, D: head dimension, T: step tokens, L: cached tokens, C: cache slots, N: keys (L + T or C),
+U: keys of the step that a block of queries may see.
 """
 
 from __future__ import annotations
@@ -52,17 +52,20 @@ def step_attention(
     sequences_Q4: torch.Tensor | None = None,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute the attention of a tree-shaped step: each token sees all cached tokens, and step tokens by a mask.
+    """Compute attention in a tree-shaped step: each token sees all cached tokens, and step tokens by a mask.
+
+    H: query heads, G: KV heads, D: head dimension, T: step tokens, N: keys, L: cached tokens, C: cache slots.
 
     Args:
         q_1HTD: queries of the step's tokens.
-        k_1GND, v_1GND: keys and values: of the cached tokens, then the step's, N = L + T; or of all cache slots, N = C,
-            if `slot_mapping_T` is given.
-        mask_11TT: numbers added to the scores of the step's tokens among each other.
+        k_1GND, v_1GND: keys and values. Without `slot_mapping_T`, those of the cached tokens, followed by the step's, N
+            = L + T; with it, those of all cache slots, N = C.
+        mask_11TT: numbers added to the scores between the step's own tokens.
         scale: factor on the scores; None is 1 / sqrt(D).
-        slot_mapping_T: int64, the cache slots of the step's tokens, consecutive; the first one is L, which a captured
-            step so reads from memory.
-        sequences_Q4: places of several sequences, on a GPU alone; see `AttentionBackend.forward_arguments`.
+        slot_mapping_T: int64, the consecutive cache slots of the step's tokens. The first one is L, which a CUDA graph
+            can read only from a tensor.
+        sequences_Q4: where the sequences of a step of several sequences lie, on a GPU only; see
+            `AttentionBackend.forward_arguments`.
         sinks_H: score of each head's attention sink; None: no sinks.
 
     Returns:
@@ -139,19 +142,20 @@ def flash_attention_forward(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function that transformers' layers call; it looks at the mask to decide how to compute.
+    """The attention function of the backend `flash`, which transformers' layers call; the mask decides how it computes.
 
-    A mask (1, 1, T, T) is that of a step: `step_attention` computes it. Other masks cover all keys, as those of sliding
-    windows do: sdpa computes them, or with sinks this file.
+    A mask (1, 1, T, T) covers a step's own tokens only, and `step_attention` computes it. Other masks cover all keys,
+    as for sliding windows. These are computed by sdpa, or without sdpa if there are sinks. H: query heads, G: KV heads,
+    T: tokens, N: keys, D: head dimension.
 
     Args:
         module: the attention layer.
         query: (1, H, T, D).
         key, value: (1, G, N, D), cached tokens included; InParts if the step has several sequences.
-        attention_mask: mask of the step, as `Flash.mask` makes it; None: no mask.
+        attention_mask: the step's mask, as `Flash.mask` makes it; None: no mask.
         scaling: factor on the scores; None is 1 / sqrt(D).
-        slot_mapping, sequences: see `step_attention`.
-        s_aux: (H,), scores of the attention sinks, as transformers calls them; None: no sinks.
+        slot_mapping, sequences: `slot_mapping_T` and `sequences_Q4` of `step_attention`.
+        s_aux: (H,), scores of the attention sinks, under transformers' name for them; None: no sinks.
 
     Returns:
         (1, T, H, D), and None in place of attention weights, as transformers expects.
@@ -222,9 +226,10 @@ def _attention_of_part(
 
 @register_attention("flash")
 class Flash(AttentionBackend):
-    """The fast backend of tree-shaped steps, see this module.
+    """The fast backend for tree-shaped steps: cached keys are attended to without a mask, the step's own keys with one.
 
-    `attention=auto` takes it for models loaded with sdpa, FlashAttention or flex, and for all with attention sinks.
+    `attention=auto` chooses it for models loaded with sdpa, FlashAttention or flex, and for all models with attention
+    sinks.
     """
 
     implementation = "lp_tree"  # transformers takes a name with "flash" in it for the flash-attn package

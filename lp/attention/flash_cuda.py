@@ -1,13 +1,14 @@
-"""Attention of a tree-shaped step on CUDA: by the first of three kernels, the fastest first, that passes a trial.
+"""Attention of a tree-shaped step on CUDA, by the fastest of three kernels that passes a trial.
 
-- triton: `lp.attention.tree_kernel`, where Triton is installed: all keys in one pass, divided among programs.
-- paged: torch's FlashAttention for the cached keys, plain products for the step's own, and their merge. Given a table
-  of the cache's pages, FlashAttention divides the keys; without, 64 queries keep 32 of 132 SMs busy.
+- triton: `lp.attention.tree_kernel`, if Triton is installed: all keys in one pass, divided among programs.
+- paged: torch's FlashAttention for the cached keys, plain products for the step's own keys, and a merge of both. It
+  gets a table of the cache's pages, since FlashAttention then divides the keys among programs; otherwise 64 queries
+  keep only 32 of 132 SMs busy.
 - varlen: like paged, but without pages, for versions of torch that divide keys wrongly or not at all.
 
-In the trial, made at first use, a kernel must agree with plain products on drawn tensors on this device.
+In the trial, at first use, a kernel's results on random tensors on this device are compared with plain products.
 
-H: query heads, G: KV heads, D: head dimension, T: step tokens, L: cached tokens, C: cache slots, N: keys, L + T or C.
+H: query heads, G: KV heads, D: head dimension, T: step tokens, L: cached tokens, C: cache slots, N: keys (L + T or C).
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ Kernel = Callable[..., torch.Tensor]  # takes queries, keys, values, mask, scale
 
 
 class Shape(NamedTuple):
-    """The device, dtype and head sizes of a model's attention, for which a kernel is tried."""
+    """Device, dtype and head sizes of a model's attention; each kernel is tried once for each such shape."""
 
     device: torch.device
     dtype: torch.dtype
@@ -65,11 +66,11 @@ def step_attention_on_cuda(
     sequences_Q4: torch.Tensor | None = None,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute `lp.attention.flash.step_attention` on a GPU: arguments and result are the same.
+    """Compute attention in a tree-shaped step on a GPU; arguments and result are those of `flash.step_attention`.
 
     Raises:
         ValueError: no kernel works on this device.
-        RuntimeError: the step has several sequences, and the chosen kernel takes only one, or failed the trial with
+        RuntimeError: the step has several sequences, and the chosen kernel takes only one, or has failed the trial with
             several.
     """
     _, heads, _, dim = q_1HTD.shape
@@ -91,18 +92,19 @@ def step_attention_on_cuda(
 def kernel_for(
     device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, value_dim: int, has_sinks: bool
 ) -> str:
-    """Choose the kernel for a model's attention: the first of KERNELS that passes the trial.
+    """Choose the kernel for a model's attention: the first one in KERNELS that passes a trial.
 
-    The trial runs at first use and is remembered. It comes before a graph is captured, since a step warms up first.
+    The trial runs at first use, and its result is remembered. That is before a CUDA graph is recorded, since a step is
+    warmed up first.
 
     Args:
         device, dtype: device and dtype of queries, keys and values.
-        heads, kv_heads: H and G.
+        heads, kv_heads: number of query heads and of KV heads.
         dim, value_dim: head dimension of queries and keys, and of values.
         has_sinks: whether heads have attention sinks.
 
     Returns:
-        A name of KERNELS, such as "triton".
+        The kernel's name in KERNELS, such as "triton".
 
     Raises:
         ValueError: no kernel passes; the message has the reason for each.

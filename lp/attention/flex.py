@@ -1,4 +1,4 @@
-"""The backend `attention=flex`: torch's FlexAttention under a block mask of the step, for GPUs."""
+"""The backend `attention=flex` for GPUs: torch's FlexAttention with a block mask for each step."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from lp.attention.registry import register_attention
 
 
 def block_mask(visible_TN: torch.Tensor) -> BlockMask:
-    """Make a mask for FlexAttention, which skips blocks of keys that no token sees.
+    """Make a mask for FlexAttention, which then skips blocks of keys that no token sees.
 
     Args:
-        visible_TN: bool, which of N keys each of T tokens sees.
+        visible_TN: bool (T, N), whether each of T tokens sees each of N keys.
     """
     num_tokens, num_keys = visible_TN.shape
     return create_block_mask(
@@ -24,7 +24,7 @@ def block_mask(visible_TN: torch.Tensor) -> BlockMask:
 
 @register_attention("flex")
 class Flex(AttentionBackend):
-    """Attention by FlexAttention through transformers; its steps can't be captured."""
+    """Attention by transformers' FlexAttention; its steps can't be captured (recorded as CUDA graphs)."""
 
     implementation = "flex_attention"
     capture_obstacle = "attention=flex makes a mask of another kind each step"

@@ -1,9 +1,10 @@
-"""Finds where the keys lie that each token of a pass attends to, for the backend `lp.attention.by_position`.
+"""Finds where the keys lie that each token of a forward pass attends to, for the backend `lp.attention.by_position`.
 
-That backend adds up a token's keys by their positions: first the cached keys before A(p), then the tail, the keys from
-A(p) up to the token's own position p, which may be cached or in the step. `lp.attention.by_position` defines A(p).
+That backend adds up a token's keys by their positions: first the cached keys before position A(p), then the tail, which
+has the keys from A(p) up to the token's own position p. Keys of the tail may be cached or in the step.
+`lp.attention.by_position` defines A(p).
 
-T: tokens of the pass, L: cached tokens, N: keys of all sequences, U: keys of a tail, Q: sequences.
+T: tokens of the forward pass, L: cached tokens, N: keys of all sequences, U: keys of a tail, Q: sequences.
 """
 
 from __future__ import annotations
@@ -23,15 +24,18 @@ ROWS = 8  # a part of a pass is padded to a multiple of it: libraries have other
 
 
 class KeyPlaces(NamedTuple):
-    """The keys that each token of a pass attends to, as indices into N keys, in which each sequence has a run.
+    """Where the keys lie that each token of a forward pass attends to, if keys are added up in the order of positions.
 
-    For a single sequence there may be more rows than tokens, up to a multiple of ROWS; they repeat the first row.
+    The keys of a token are cached keys, followed by its tail: the keys at the last positions up to the token itself.
+    All are given as indices into the N keys of all sequences, where the keys of each sequence are consecutive. T:
+    tokens, U: keys of a tail, Q: sequences. For a single sequence there may be more rows than tokens, up to a multiple
+    of ROWS (8); the extra rows repeat the first one.
 
     Attributes:
-        tail_starts_T: int64, A(p) of each token: the position at which its tail begins.
-        window_starts_T: int64, the first position that each token sees, by its sliding window; may be negative.
-        tail_keys_TU: int64, index of the key at each position of a token's tail; where the token sees no key, that of
-            its own key, since the memory there may hold NaNs.
+        tail_starts_T: int64, the position at which each token's tail begins.
+        window_starts_T: int64, the first position that each token sees because of a sliding window; may be negative.
+        tail_keys_TU: int64, the index of the key at each position of a token's tail. If the token sees no key there, it
+            is the index of the token's own key, since other memory may hold NaNs.
         seen_TU: bool, whether the token sees the key at each position of its tail.
         sequences_Q4: int64, for each sequence (first token, number of tokens, first key, number of cached tokens).
     """
@@ -43,12 +47,16 @@ class KeyPlaces(NamedTuple):
     sequences_Q4: torch.Tensor
 
     def of_rows(self, rows: slice | torch.Tensor) -> KeyPlaces:
-        """Keep the rows of the tokens of one sequence, a slice or indices, to compute the sequence by itself."""
+        """Keep only some tokens' rows, such as those of one sequence that is computed by itself.
+
+        Args:
+            rows: the rows to keep, as a slice or as indices.
+        """
         starts_T, window_starts_T = self.tail_starts_T[rows], self.window_starts_T[rows]
         return KeyPlaces(starts_T, window_starts_T, self.tail_keys_TU[rows], self.seen_TU[rows], self.sequences_Q4)
 
     def padded(self) -> KeyPlaces:
-        """Add rows up to a multiple of ROWS: libraries use other kernels, which round differently, for a few rows."""
+        """Add rows up to a multiple of ROWS, as libraries have other kernels for few rows, which round differently."""
         count = len(self.tail_starts_T)
         rows = torch.arange(-(-count // ROWS) * ROWS, device=self.tail_starts_T.device)
         rows[count:] = 0
@@ -56,10 +64,12 @@ class KeyPlaces(NamedTuple):
 
 
 class PlacesMask(torch.Tensor):
-    """Carries `KeyPlaces` through a model to the attention function, in place of a mask: zeros (1, 1, tokens, 1).
+    """A mask that carries `KeyPlaces` through a model to the attention function; as a tensor it is only zeros.
+
+    The zeros have the shape (1, 1, tokens, 1).
 
     Attributes:
-        places: the keys that each token attends to.
+        places: where the keys lie that each token attends to.
     """
 
     places: KeyPlaces
@@ -67,17 +77,22 @@ class PlacesMask(torch.Tensor):
 
     @classmethod
     def of(cls, view: StepView | PooledView) -> PlacesMask:
-        """Make the PlacesMask of a pass from a view, which says which keys the pass's tokens see."""
+        """Build the PlacesMask for a forward pass.
+
+        Args:
+            view: which keys each token of the forward pass sees.
+        """
         mask = torch.zeros(1, 1, len(view.positions_T), 1).as_subclass(cls)
         mask.places = key_places(view)
         return mask
 
 
 def key_places(view: StepView | PooledView) -> KeyPlaces:
-    """Find the keys of every token of a pass; on a GPU by operations that a CUDA graph can hold.
+    """Find where the keys of every token of a forward pass lie, by operations that a CUDA graph can record.
 
     Args:
-        view: which keys tokens see; each token ends a path that has one token at every position behind the cached ones.
+        view: which keys each token sees. Each token must be the end of a path with one token at every position after
+            the cached ones.
     """
     positions_T = view.positions_T
     num_tokens = len(positions_T)

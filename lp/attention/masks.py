@@ -1,4 +1,4 @@
-"""Builds the attention masks of a step for a model whose layers have full attention, a sliding window or chunks."""
+"""Builds a step's attention masks for a model whose layers have full attention, a sliding window or chunks."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ HYBRID = "hybrid"  # full attention beside a recurrent layer
 
 
 def named_kinds(config: PretrainedConfig) -> list[str]:
-    """The kind of every layer as the config names it, such as "sliding_attention"; empty if it names none."""
+    """The type of every layer as the config names it, such as "sliding_attention"; [] if the config names none."""
     named = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)  # the latter: GPT-Neo
     return list(named or [])
 
 
 def layer_kinds(config: PretrainedConfig) -> set[str]:
-    """The kinds of attention that occur in a model's layers: FULL, SLIDING, CHUNKED; empty if no layer has attention.
+    """The types of attention that a model's layers have: FULL, SLIDING or CHUNKED; empty if no layer has attention.
 
     Args:
         config: the text model's config.
 
     Raises:
-        ValueError: some layers have a kind of attention that a tree mask can't express.
+        ValueError: some layers have a type of attention that a mask for a draft tree can't express.
     """
     sliding = getattr(config, "sliding_window", None)
     kinds = set(named_kinds(config) or [SLIDING if sliding else FULL]) - UNMASKED
@@ -57,7 +57,12 @@ def layer_kinds(config: PretrainedConfig) -> set[str]:
 
 
 def window_of(kind: str, config: PretrainedConfig) -> Window | None:
-    """The window of layers of a kind, by the config; None: a token sees everything before it."""
+    """The attention window of layers of one type, from the config; None: a token sees everything before it.
+
+    Args:
+        kind: the type of attention: FULL, SLIDING or CHUNKED.
+        config: the text model's config.
+    """
     size = getattr(config, {SLIDING: "sliding_window", CHUNKED: "attention_chunk_size"}.get(kind, ""), None)
     return Window(size, kind == CHUNKED) if size else None
 
@@ -67,8 +72,8 @@ class StepMasks:
 
     Args:
         config: the text model's config.
-        dtype, device: dtype and device of the model, and of its masks.
-        backend: makes a mask from a description of which tokens see which keys.
+        dtype, device: dtype and device of the model and its masks.
+        backend: the attention backend, which makes a mask from a view (which keys each token sees).
     """
 
     def __init__(
@@ -82,14 +87,14 @@ class StepMasks:
         self.backend = backend
 
     def build(self, view: View) -> Masks:
-        """Build the `attention_mask` of a forward pass.
+        """Build the argument `attention_mask` of a forward pass.
 
         Args:
             view: which keys each token sees in layers with full attention.
 
         Returns:
-            One mask; or, if the model mixes kinds of layers, a dict by kind. None for a model without attention, and
-            for a single token that sees everything if the backend needs no mask then.
+            One mask; or, if layers have several types of attention, a mask for each type, by its name. None for a model
+            without attention, and for a single token that sees everything if the backend then needs no mask.
         """
         if not self.kinds:
             return None

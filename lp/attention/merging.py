@@ -1,4 +1,4 @@
-"""Attention over two sets of keys, merged by their log-sum-exp (FlashAttention, arXiv 2205.14135, section 3.1).
+"""Merges attention over two sets of keys by their log-sum-exp (FlashAttention, arXiv 2205.14135, section 3.1).
 
 The log-sum-exp of the scores, `lse`, tells how much weight a set of keys has. An attention sink (gpt_oss) is merged
 like a set of one key, which has a learned score for each head and a value of zero.
@@ -14,11 +14,13 @@ import torch
 def merge(
     out_1HTD: torch.Tensor, lse_1HT: torch.Tensor, other_1HTD: torch.Tensor, other_lse_1HT: torch.Tensor
 ) -> torch.Tensor:
-    """Attention over the union of two sets of keys, from the attention over each set.
+    """Merge the attention outputs over two disjoint sets of keys into the output over all these keys.
+
+    H: heads, T: tokens, D: head dimension.
 
     Args:
-        out_1HTD, other_1HTD: attention over each set.
-        lse_1HT, other_lse_1HT: log-sum-exp of the scores of each set.
+        out_1HTD, other_1HTD: attention output over each set.
+        lse_1HT, other_lse_1HT: log-sum-exp of the scores over each set.
 
     Returns:
         (1, H, T, D), in the dtype of `out_1HTD`.
@@ -31,15 +33,17 @@ def merge(
 def with_sinks(
     out_1HTD: torch.Tensor, lse_1HT: torch.Tensor, sinks_H: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add attention sinks to the attention over some keys.
+    """Add attention sinks to an attention output that was computed without them.
+
+    H: heads, T: tokens, D: head dimension.
 
     Args:
-        out_1HTD: attention over the keys, without sinks.
-        lse_1HT: log-sum-exp of its scores.
+        out_1HTD: attention output without sinks.
+        lse_1HT: log-sum-exp of the scores that this output was computed from.
         sinks_H: score of each head's sink.
 
     Returns:
-        Attention with sinks, (1, H, T, D), and its log-sum-exp, (1, H, T).
+        Attention output with sinks, (1, H, T, D), and the log-sum-exp of its scores, (1, H, T).
     """
     wide = torch.promote_types(out_1HTD.dtype, torch.float32)
     sinks_H1 = sinks_H[:, None].to(wide)
@@ -55,7 +59,10 @@ def masked_attention(
     scale: float | None,
     sinks_H: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention under an additive mask in plain matrix products: for few keys, such as those of a step.
+    """Compute attention under an additive mask in plain matrix products, for few keys such as those of a step.
+
+    H: query heads, G: KV heads, D: head dimension. Queries and keys may differ in number, though both dimensions are
+    named T.
 
     Args:
         q_1HTD: queries.
@@ -65,7 +72,7 @@ def masked_attention(
         sinks_H: score of each head's attention sink; None: no sinks.
 
     Returns:
-        (1, H, T, D), and the log-sum-exp of the scores, (1, H, T).
+        Attention output (1, H, queries, D), and the log-sum-exp of the scores, (1, H, queries).
     """
     _, heads, num_tokens, dim = q_1HTD.shape
     q = q_1HTD.reshape(1, k_1GTD.shape[1], -1, num_tokens, dim)  # (1, G, H / G, T, D)

@@ -1,4 +1,4 @@
-"""InParts: hands the keys, values and masks of several sequences through a model to its attention function."""
+"""InParts tensors: pass keys, values and masks of several sequences through a model to its attention function."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 
 
 class InParts(torch.Tensor):
-    """A tensor that carries one tensor for each sequence of a step, for attention functions that compute one by one.
+    """A tensor that carries one tensor for each sequence of a step, for attention functions that compute one at a time.
 
-    A model hands it on as it is. A result computed from it is a plain tensor without parts.
+    A model passes it on unchanged. A result computed from it is a plain tensor without parts.
 
     Attributes:
-        parts: the tensor of each sequence, in their order in the step.
+        parts: the tensor of each sequence, in the order of the sequences in the step.
     """
 
     parts: list[torch.Tensor]
@@ -21,12 +21,21 @@ class InParts(torch.Tensor):
 
     @classmethod
     def of(cls, whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> InParts:
-        """Make an InParts that a model sees as `whole`; the parts need not be views of it."""
+        """Build an InParts tensor that carries the given parts and that a model sees as `whole`.
+
+        Args:
+            whole: the tensor whose content and shape the model sees.
+            parts: the tensor of each sequence; they need not be views of `whole`.
+        """
         tensor = whole.as_subclass(cls)
         tensor.parts = list(parts)
         return tensor
 
     @classmethod
     def of_all(cls, parts: Sequence[torch.Tensor]) -> InParts:
-        """Make an InParts of parts alone, where the model never looks at the whole."""
+        """Build an InParts tensor from parts alone, for models that never look at the whole tensor.
+
+        Args:
+            parts: the tensor of each sequence; the first one also stands for the whole.
+        """
         return cls.of(parts[0], parts)

@@ -1,4 +1,4 @@
-"""The registry of attention backends by name, and the choice of the one that a model uses. A new one is one file:
+"""Registers attention backends by name, and chooses the backends for a model. A new backend is one file:
 
     @register_attention("ring")
     class Ring(AttentionBackend):
@@ -34,10 +34,10 @@ _backends: dict[str, AttentionBackend] = {}
 
 
 def register_attention(name: str) -> Callable[[Backend], Backend]:
-    """Class decorator that makes an AttentionBackend available to users by a name.
+    """Class decorator that registers an AttentionBackend under a name, by which users can choose it.
 
     Args:
-        name: what users choose it by, as in `attention=NAME`.
+        name: the backend's name, as in `attention=NAME`.
 
     Raises:
         ValueError: another backend has this name.
@@ -53,18 +53,18 @@ def register_attention(name: str) -> Callable[[Backend], Backend]:
 
 
 def attention_choices() -> list[str]:
-    """The values that the setting `attention` may have: "auto" and the names of all backends."""
+    """List the values that the setting `attention` may have: "auto" and the names of all backends."""
     return list(dict.fromkeys([AUTO, *BUILT_IN, *_backends]))
 
 
 def backend_named(name: str) -> AttentionBackend:
-    """Find a backend by its name, and import it if it is a built-in one.
+    """Get the backend with this name; a built-in one is imported if needed.
 
     Args:
-        name: value of the setting `attention`, except "auto".
+        name: value of the setting `attention`, but not "auto".
 
     Raises:
-        ValueError: there is no backend of this name.
+        ValueError: no backend has this name.
     """
     if name not in _backends and name in BUILT_IN:
         import_module(_module_of(name))
@@ -74,15 +74,16 @@ def backend_named(name: str) -> AttentionBackend:
 
 
 def backends_to_try(model: PreTrainedModel, attention: str) -> list[AttentionBackend]:
-    """List the backends to try for a model, the best first; whether it can run with them is up to the caller to try.
+    """List the backends to try for a model, the best first; the caller finds out whether the model runs with them.
 
     Args:
         model: the model.
-        attention: name of a backend, which is then the only one; or "auto": those that may replace the implementation
-            that the model was loaded with, then this one.
+        attention: name of a backend, which is then the only one in the list. "auto": all backends that can replace the
+            implementation that the model was loaded with, and last the backend for this implementation, if there is
+            one.
 
     Raises:
-        ValueError: there is no backend of this name; or, with "auto", no backend fits the model's implementation.
+        ValueError: no backend has this name; or, with "auto", no backend suits the model's implementation.
     """
     if attention != AUTO:
         return [backend_named(attention)]
@@ -103,14 +104,14 @@ def backends_to_try(model: PreTrainedModel, attention: str) -> list[AttentionBac
 
 
 def set_attention(model: PreTrainedModel, backend: AttentionBackend) -> None:
-    """Switch a model to a backend.
+    """Make a model compute its attention with a given backend.
 
     Args:
-        model: the model, whose attention implementation is changed.
+        model: the model; its attention implementation is changed in place.
         backend: the backend to use.
 
     Raises:
-        ValueError: the model can't use the backend, or would give other results; the message has a remedy.
+        ValueError: the model can't use the backend, or would give other results with it; the message has a remedy.
     """
     if reason := backend.unfit(model):
         raise UserError(reason)

@@ -10,7 +10,7 @@ from lp.attention.registry import register_attention
 
 @register_attention("sdpa")
 class Sdpa(AttentionBackend):
-    """Attention by torch's `scaled_dot_product_attention` through transformers; runs everywhere, the reference."""
+    """The reference backend: torch's `scaled_dot_product_attention` through transformers; it runs everywhere."""
 
     implementation = "sdpa"
     loadable = True

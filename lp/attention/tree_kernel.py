@@ -2,11 +2,11 @@
 
 1. The first kernel reads the keys of cached tokens and of the step in one pass. They are divided into splits, so that a
    step of few tokens keeps all SMs busy.
-2. The second combines the results of the splits by their log-sum-exp.
+2. The second kernel combines the results of the splits by their log-sum-exp.
 
-H: query heads, G: KV heads, R: query heads of a KV head, H / G, T: step tokens, L: cached tokens, N: keys, L + T or C,
-C: cache slots, D: head dimension of queries and keys, E: of values, S: splits, Q: sequences. The queries of one KV head
-are T x R rows.
+H: query heads, G: KV heads, R: query heads of a KV head (H / G), T: step tokens, L: cached tokens, C: cache slots, N:
+keys (L + T or C), D: head dimension of queries and keys, E: head dimension of values, S: splits, Q: sequences. The
+queries of one KV head are T x R rows.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ SMS_WITHOUT_A_GPU = 8  # assumed where Triton's interpreter runs the kernels
 def load_queries(
     q_base, head_M, token_M, row_ok_M, stride_qh, stride_qt, D: tl.constexpr, BD: tl.constexpr, PRODUCTS: tl.constexpr
 ):
-    """Load the queries of a block of rows, in the dtype in which products are computed: (BM, BD).
+    """Load a block of BM rows of queries, (BM, BD), in the dtype in which products are computed (a Triton function).
 
-    head_M, token_M: head and token of each row. row_ok_M: whether the row exists; others get zeros. PRODUCTS: dtype.
+    A row is one token's query in one head. head_M, token_M: head and token of each row. row_ok_M: whether the row
+    exists; other rows are zeros. stride_qh, stride_qt: strides between heads and between tokens. D: head dimension, BD:
+    head dimension padded to a power of 2. PRODUCTS: the dtype.
     """
     d = tl.arange(0, BD)
     pointers = q_base + head_M[:, None] * stride_qh + token_M[:, None] * stride_qt + d[None, :]
@@ -218,17 +220,17 @@ def _combine_kernel(
 
 
 def block_sizes(num_rows: int, dim: int, value_dim: int, itemsize: int) -> dict[str, int]:
-    """Choose block sizes, warps and stages of the first kernel.
+    """Choose block sizes, number of warps and pipeline stages for the first kernel.
 
-    By these, two programs fit into the shared memory of an SM of an H100, one into that of an A100.
+    With these, two programs fit into the shared memory of an H100's SM, and one into that of an A100's SM.
 
     Args:
-        num_rows: T x R, rows of a KV head.
-        dim, value_dim: D and E, up to 256 each.
-        itemsize: bytes of a number of queries, keys and values.
+        num_rows: rows of queries for each KV head: step tokens times query heads for each KV head.
+        dim, value_dim: head dimension of keys and of values, up to 256 each.
+        itemsize: bytes of one element of queries, keys and values.
 
     Returns:
-        The compile-time arguments of the launch, by name.
+        Compile-time arguments for the kernel launch, by name.
     """
     block_dim = max(triton.next_power_of_2(dim), 16)  # 16: the least that a tensor core multiplies
     block_value_dim = max(triton.next_power_of_2(value_dim), 16)
@@ -245,20 +247,25 @@ def block_sizes(num_rows: int, dim: int, value_dim: int, itemsize: int) -> dict[
 
 
 def choose_splits(num_row_blocks: int, kv_heads: int, num_key_blocks: int, num_sms: int) -> int:
-    """Choose S, the number of splits: as many as make all programs run at once, but at most one for each block of keys.
+    """Choose into how many splits the keys are divided: as many as let all programs run at once, within limits.
+
+    There is at most one split for each block of keys.
 
     Args:
-        num_row_blocks: blocks of rows of all sequences.
-        kv_heads: G.
+        num_row_blocks: blocks of query rows, for all sequences together.
+        kv_heads: number of KV heads.
         num_key_blocks: blocks of keys if the whole buffer is used.
-        num_sms: streaming multiprocessors of the GPU.
+        num_sms: number of streaming multiprocessors of the GPU.
     """
     fitting = PROGRAMS_PER_SM * num_sms // (num_row_blocks * kv_heads)
     return max(1, min(fitting, num_key_blocks, LARGEST_SPLITS))
 
 
 def products_of(q: torch.Tensor) -> tl.dtype:
-    """The dtype in which products are computed: the queries'; in Triton's interpreter, without bfloat16, float32."""
+    """The dtype in which products with these queries are computed: their own dtype.
+
+    In Triton's interpreter on a CPU, which has no bfloat16, it is float32.
+    """
     if q.device.type == "cpu" or q.dtype is torch.float32:
         return tl.float32
     return tl.float16 if q.dtype is torch.float16 else tl.bfloat16
@@ -266,7 +273,7 @@ def products_of(q: torch.Tensor) -> tl.dtype:
 
 @functools.cache
 def num_sms_of(device: torch.device) -> int:
-    """Number of streaming multiprocessors of a GPU; an assumed one for a CPU, on which the interpreter runs."""
+    """Number of streaming multiprocessors of a GPU; for a CPU, where Triton's interpreter runs, an assumed number."""
     if device.type != "cuda":
         return SMS_WITHOUT_A_GPU
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -283,10 +290,10 @@ def launch_tree_attention(
     sinks_H: torch.Tensor | None = None,
     num_splits: int | None = None,
 ) -> torch.Tensor:
-    """Launch the kernels of `tree_attention`: arguments and result are the same, but for one more argument.
+    """Launch the kernels of the operator `tree_attention`; takes its arguments and one more, returns the same result.
 
     Args:
-        num_splits: S, number of splits of the keys; None: chosen by the shapes and the device.
+        num_splits: number of splits that the keys are divided into; None: chosen by the shapes and the device.
     """
     q_HTD, k_GND, v_GNE = (states[0] if states.stride(-1) == 1 else states[0].contiguous()
                            for states in (q_1HTD, k_1GND, v_1GNE))  # fmt: skip
@@ -337,22 +344,25 @@ def tree_attention(
     sequences_Q4: torch.Tensor | None = None,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute the attention of a tree-shaped step on a GPU, as an operator of torch that a CUDA graph can hold.
+    """Compute attention in a tree-shaped step on a GPU, as a torch operator that a CUDA graph can record.
 
     Each token sees all cached tokens, and step tokens by a mask. Products are added up in float32, whatever the dtype.
-    Keys behind the step's last are never read.
+    Keys after the step's last one are never read. H: query heads, G: KV heads, D and E: head dimensions of keys and of
+    values, T: step tokens, N: keys, L: cached tokens, C: cache slots.
 
     Args:
         q_1HTD: queries of the step's tokens: float16, bfloat16 or float32, like keys and values.
-        k_1GND, v_1GNE: keys and values: of the cached tokens, then the step's, N = L + T; or of all cache slots, N = C,
-            if `slot_mapping_T` is given. Any strides; a last dimension that is not contiguous is copied.
-        mask_TT: bool, which tokens of the step each one sees; or numbers that are added to the scores.
-        slot_mapping_T: int64, the cache slots of the step's tokens, consecutive; the first one is L, which a captured
-            step so reads from memory.
+        k_1GND, v_1GNE: keys and values. Without `slot_mapping_T`, those of the cached tokens, followed by the step's, N
+            = L + T; with it, those of all cache slots, N = C. Any strides; if the last dimension is not contiguous,
+            they are copied.
+        mask_TT: bool, whether each token of the step (row) sees each token of the step (column); or numbers that are
+            added to the scores.
+        slot_mapping_T: int64, the consecutive cache slots of the step's tokens. The first one is L, which a CUDA graph
+            can read only from a tensor.
         scale: factor on the scores.
-        sequences_Q4: int64, for a step of several sequences whose caches are in one pool, for each of them (first
+        sequences_Q4: int64, for a step of several sequences whose caches are in one pool: for each sequence (first
             token, number of tokens, first slot, number of cached tokens). Each token belongs to a sequence; a sequence
-            may have no tokens. None: one sequence.
+            may have no tokens. None: the step has one sequence.
         sinks_H: score of each head's attention sink, in any float dtype; None: no sinks.
 
     Returns:

@@ -1,7 +1,7 @@
 """`lp.accelerate(model)`: replaces the `generate` of one model, so that unchanged code decodes by lookahead.
 
-As the model's `generate`, lp also gets the streamer and the tokenizer, which transformers keeps from a
-`custom_generate` callable. Calls that lp can't do exactly go to transformers' own `generate`.
+In this way lp also gets the streamer and the tokenizer, which transformers does not pass to a `custom_generate`
+callable. Calls that lp can't run exactly go to transformers' own `generate`.
 """
 
 from __future__ import annotations
@@ -49,30 +49,32 @@ def accelerate(
     context: ParallelContext | None = None,
     exact: str = Exact.AUTO,
 ) -> M:
-    """Make `model.generate(...)` decode by lookahead, without a change to pipelines and other code that calls it.
+    """Make `model.generate(...)` decode by lookahead, without changes to pipelines and other code that calls it.
 
-    Streamers, stop strings, batches and sampling work as before. A call that lp can't do exactly, such as beam search
-    or one with its own `custom_generate`, runs transformers' own `generate`, and the log says why, once. Greedy tokens
-    are those of transformers. A sampled text is reproducible by torch's seed, but differs from the one that
+    Streamers, stop strings, batches and sampling work as before. A call that lp can't run exactly, such as beam search
+    or one with its own `custom_generate`, runs transformers' own `generate`, and the log gives each reason once. Greedy
+    tokens are those of transformers. A sampled text is reproducible by torch's seed, but differs from the text that
     transformers would draw with that seed.
 
     Only this model object is changed: `generate` becomes an attribute of the object; its class stays as it is. Deep
-    copies and pickled models stay accelerated, for one process. A second call replaces the arguments of the first. A
-    model that lp has refused is tried again after a second call, or when its dtype, device or attention has changed.
+    copies and pickled models stay accelerated, but only for one process, without other ranks. A second call replaces
+    the arguments of the first. A model that lp has refused is tried again after a second call, or when its dtype,
+    device or attention has changed.
 
     Args:
         model: an HF causal LM, also one with a LoRA adapter of PEFT.
-        config: see `lp.LookaheadDecoder`; None chooses the tokens of each step by what pays on this machine.
-        context: the ranks to share steps with: each accelerates its model and makes the same calls, and a call runs
-            through lp on all of them or on none. None is this process alone.
-        exact: "bitwise": logits are those of `lp.PlainDecoder(model, exact="bitwise")` bit for bit, except in calls
-            that run transformers' own `generate`. "auto" and "tokens": they are plain decoding's up to rounding.
+        config: draft settings, see `lp.LookaheadDecoder`. None: each step takes as many draft tokens as make decoding
+            fastest on this machine.
+        context: the ranks that share decode steps. Each rank accelerates its model and makes the same calls, and a call
+            runs through lp either on all ranks or on none. None: this process alone.
+        exact: "bitwise": logits equal those of `lp.PlainDecoder(model, exact="bitwise")` bit for bit, except in calls
+            that run transformers' own `generate`. "auto" and "tokens": logits equal plain decoding's up to rounding.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: `model` is no model; or, among ranks or with another `exact` than "auto", lp can't decode it.
+        ValueError: `model` is no model; or lp can't decode it, and there are several ranks or `exact` is not "auto".
     """
     check_model(model)
     check_kind("context", context, (ParallelContext, type(None)), "lp.ParallelContext, or None for this process")
@@ -90,7 +92,7 @@ def accelerate(
 
 
 def restore(model: M) -> M:
-    """Undo `accelerate`: give a model its own `generate` back, and free lp's caches and graphs for it.
+    """Undo `accelerate`: give a model its own `generate` back, and free lp's caches and CUDA graphs for the model.
 
     A model that is not accelerated stays as it is.
 
@@ -111,14 +113,14 @@ def restore(model: M) -> M:
 
 
 class Accelerated:
-    """The callable that `accelerate` puts in the place of a model's `generate`.
+    """The callable that `accelerate` sets as a model's `generate`.
 
-    It decodes through lp if it can do the call exactly, else through transformers.
+    It decodes through lp if lp can run the call exactly, otherwise through transformers.
 
     Args:
         model: the model whose `generate` it replaces.
         config, context, exact: see `accelerate`.
-        original: value of the model's attribute `generate` before; None if only its class has one.
+        original: the attribute `generate` that the model object had before; None: only its class has one.
     """
 
     __name__ = "generate"
@@ -157,10 +159,10 @@ class Accelerated:
         return self._transformers(*args, **kwargs)
 
     def make_decoder(self, model: PreTrainedModel) -> LookaheadDecoder:
-        """Make the decoder for this and further calls; among ranks, all call it together.
+        """Make the decoder for this and later calls; among several ranks, all must call it together.
 
         Args:
-            model: the model to decode with; for a PEFT wrapper, the model that it wraps.
+            model: the model to decode with; for a PEFT wrapper, the model inside it.
 
         Raises:
             ValueError: `LookaheadDecoder` refuses the model or the config.
@@ -169,7 +171,7 @@ class Accelerated:
         return self._decoder
 
     def forget(self) -> None:
-        """Free the decoder, and the caches and graphs that are kept for further calls."""
+        """Free the decoder, and the caches and CUDA graphs that are kept for later calls."""
         if self._decoder is not None:
             release(self._decoder.model)
             self._decoder = None

@@ -1,6 +1,6 @@
 """`model.generate(..., custom_generate=lp.generate)`: lookahead decoding for a single call of transformers' generate.
 
-B: prompts of the batch, L: length of the padded prompts, T: tokens of the longest text, V: vocabulary.
+B: prompts of the batch, L: length of the padded prompts, T: generated tokens of the longest text, V: vocabulary.
 """
 
 from __future__ import annotations
@@ -70,37 +70,38 @@ def generate(
 ) -> torch.Tensor | GenerateDecoderOnlyOutput:
     """Decode one call of transformers' `generate` by lookahead: `model.generate(..., custom_generate=lp.generate)`.
 
-    It is greedy, or samples if do_sample is set; prompts of a batch share steps. Transformers does not pass two things
-    on to a `custom_generate` callable (`lp.accelerate(model)` gets both):
-    - a streamer: given to `generate`, it gets the prompt and nothing more. Bind it instead:
+    Decoding is greedy, or samples if do_sample is set; the prompts of a batch share decode steps. Transformers does not
+    pass two things on to a `custom_generate` callable (`lp.accelerate(model)` gets both):
+    - a streamer. If it is given to `generate`, it gets the prompt and nothing more. Bind it instead:
       `custom_generate=functools.partial(lp.generate, streamer=streamer)`;
-    - the tokenizer that `stop_strings=` needs, without which it raises. Pass the criterion instead:
+    - the tokenizer that `stop_strings=` needs, without which transformers raises an error. Pass the criterion instead:
       `stopping_criteria=[transformers.StopStringCriteria(tokenizer, stop_strings)]`.
 
     Args:
-        model, input_ids, logits_processor, stopping_criteria, generation_config: what transformers passes.
-        window_size, ngram_size, guess_set_size: W, N and G, given to `model.generate` by keyword. With none of them,
-            each step takes as many tokens as pay on this machine.
+        model, input_ids, logits_processor, stopping_criteria, generation_config: passed by transformers.
+        window_size, ngram_size, guess_set_size: W, N and G of lookahead decoding, given to `model.generate` by keyword.
+            With none of them, each step takes as many draft tokens as make decoding fastest on this machine.
         seed: seed of a sampled text; None: drawn from torch's generator.
-        streamer: streamer that gets the prompt, then the new tokens step by step; for one prompt.
-        exact: "bitwise": logits are those of `lp.PlainDecoder(model, exact="bitwise")` bit for bit. "auto" and
-            "tokens": they are plain decoding's up to rounding.
-        kv_dtype: "int8" or "fp8": the cache stores keys and values in one byte each; tokens are those of
-            `lp.AutoregressiveDecoder(model, kv_dtype=...)`. "auto": the model's dtype.
+        streamer: gets the prompt, then the new tokens step by step; only for a single prompt.
+        exact: "bitwise": logits equal those of `lp.PlainDecoder(model, exact="bitwise")` bit for bit. "auto" and
+            "tokens": logits equal plain decoding's up to rounding.
+        kv_dtype: "int8" or "fp8": the cache stores keys and values in one byte each, and tokens equal those of
+            `lp.AutoregressiveDecoder(model, kv_dtype=...)`. "auto": the cache has the model's dtype.
         model_kwargs: further arguments that transformers passes, such as attention_mask or images.
 
     Returns:
-        What `generate` returns: LongTensor (B, L + T), or GenerateDecoderOnlyOutput if return_dict_in_generate. The
-        latter has `scores` (processed, before noise) and `logits` (the model's), if asked for: T tensors (B, V), which
+        What transformers' `generate` returns: LongTensor (B, L + T) for B prompts of padded length L and T new tokens;
+        or GenerateDecoderOnlyOutput if return_dict_in_generate is set. The latter has, if asked for, `scores`
+        (processed, before noise) and `logits` (the model's): T tensors (B, V), V being the size of the vocabulary. They
         are zero where a sequence of the batch is padding (transformers has logits there). It has no cache; an empty
         cache that the caller gives stays empty.
 
     Raises:
         Interrupted: SIGINT or SIGTERM came. It is a KeyboardInterrupt whose `outputs` has each prompt's tokens so far.
         ValueError: the call asks for something that lp can't do exactly, and the message names it: beams,
-            use_cache=False, attentions, some processors, masks with zeros behind a token, images with several prompts
-            or with a model whose images lp does not take, a cache that is not empty, or a model with its own code for
-            preparing inputs, as PEFT's prompt learning has.
+            use_cache=False, attentions, some processors, masks with zeros after a token, images with several prompts or
+            with a model whose images lp does not support, a cache that is not empty, or a model with its own code for
+            preparing inputs, such as with PEFT's prompt learning.
     """
     plan = Plan.of(
         model, input_ids, logits_processor, stopping_criteria, generation_config, streamer=streamer, **model_kwargs
@@ -113,16 +114,16 @@ def generate(
 class Plan:
     """A checked call of transformers' `generate`, ready to `run`.
 
-    Making one involves no other rank, so that ranks can still agree to leave the call to transformers.
+    Making a plan involves no other rank, so ranks can still agree to leave the call to transformers.
 
     Attributes:
-        input_ids: token ids of the prompts, int64 (B, L), padded on the left.
+        input_ids: token ids of the prompts, int64 (prompts, padded length), padded on the left.
         config: the call's generation config.
-        processors: logits processors of each prompt.
-        stops: what ends the texts.
+        processors: a list of logits processors for each prompt.
+        stops: EOS tokens, length limit and other stopping criteria.
         paddings: number of left padding tokens of each prompt.
-        inputs: arguments of the model's `forward` for images, by name, such as pixel_values; for one prompt only.
-        streamer: streamer that shows the text; None for none.
+        inputs: the images of a single prompt as arguments of the model's `forward`, by name, such as pixel_values.
+        streamer: gets the tokens as they are generated; None: no streamer.
     """
 
     input_ids: torch.Tensor
@@ -145,7 +146,10 @@ class Plan:
         streamer: BaseStreamer | None = None,
         **model_kwargs: Any,
     ) -> Plan:
-        """Check a call and make its plan; arguments and errors are those of `generate` in this module."""
+        """Check the arguments of a call and build its plan.
+
+        The arguments are those that transformers passes to `lp.generate`, and the errors are those of `lp.generate`.
+        """
         config = generation_config or model.generation_config
         _check_asked(config, len(input_ids), streamer)
         _check_preparation(model)
@@ -163,10 +167,10 @@ class Plan:
         return cls(input_ids, config, processors, stops, paddings, inputs, streamer)
 
     def run(self, decoder: LookaheadDecoder, seed: int | None = None) -> torch.Tensor | GenerateDecoderOnlyOutput:
-        """Run the call with a decoder; returns what transformers' `generate` returns.
+        """Run the planned call with a decoder, and return what transformers' `generate` returns.
 
         Args:
-            decoder: decoder of the model.
+            decoder: a decoder for the same model.
             seed: seed of sampled texts; None: drawn from torch's generator.
         """
         input_ids, config, stops, streamer = self.input_ids, self.config, self.stops, self.streamer

@@ -1,10 +1,11 @@
-"""EBNF as llama.cpp (GBNF) and xgrammar have it, as a grammar that llguidance takes.
+"""Converts EBNF grammars, as llama.cpp (GBNF) and xgrammar write them, into the Lark syntax of llguidance.
 
-    root ::= "say " word ("," " "? word){0,3}   # from `root` on
+    root ::= "say " word ("," " "? word){0,3}   # a text begins with the rule `root`
     word ::= [a-z]+ | "\\u00e9" | .
 
-llguidance looks for the longest lexeme, where EBNF has any split of a text into parts. So rules that need themselves
-are written with lexemes of one character, which have no other split; rules that do not are one expression together.
+llguidance always reads the longest lexeme, whereas EBNF allows any split of a text into parts. So a grammar with a
+recursive rule is written with lexemes of one character, which can be split in one way only. A grammar without recursion
+becomes a single expression.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ ESCAPES = {"n": 10, "r": 13, "t": 9, "f": 12, "v": 11, "a": 7, "b": 8, "0": 0, "
 
 
 def ebnf_to_lark(text: str) -> Lark:
-    """The Lark grammar of rules in EBNF, as llama.cpp's GBNF writes them.
+    """Convert rules in EBNF, as llama.cpp's GBNF writes them, into a grammar in llguidance's Lark syntax.
 
     Args:
-        text: the rules; a text begins with the rule `root`.
+        text: the rules, one below the other. A generated text begins with the rule `root`.
 
     Raises:
-        ValueError: what is not taken, with its line and column; or a rule that is missing.
+        ValueError: the rules have unsupported syntax (the message names line and column), or a rule is missing.
     """
     rules = _Parser(text).rules()
     if "root" not in rules:
@@ -62,10 +63,12 @@ def ebnf_to_lark(text: str) -> Lark:
 
 
 def needs_itself(rules: Mapping[str, Node]) -> bool:
-    """Whether some rule refers to itself, directly or by other rules, so that the rules are no single expression.
+    """Whether some rule refers to itself, directly or through other rules.
+
+    If none does, all rules together can be written as one regular expression.
 
     Args:
-        rules: body of each rule, by its name.
+        rules: the body of each rule, by the rule's name.
     """
     left = {name: names(body) for name, body in rules.items()}
     while left:

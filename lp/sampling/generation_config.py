@@ -1,4 +1,4 @@
-"""A checkpoint's generation config: what lp does with each of its fields, and the logits processors that they ask for.
+"""What lp does with each field of a checkpoint's generation config, and which logits processors the fields ask for.
 
 Transformers makes the processors from the config, so their order, defaults and arithmetic are those of its `generate`.
 """
@@ -41,11 +41,12 @@ class Field:
     """What lp does with one field of a generation config, such as `num_beams`.
 
     Attributes:
-        does: where lp follows the field, or that it is unused or refused.
-        neutral: values that ask for nothing, beside None; 1 for `num_beams`.
-        why: the reason for refusing a value, and what can be done.
-        refuses: (value, config) -> whether lp refuses this value; None: a REFUSED field refuses all but neutral values.
-        changes_tokens: whether leaving the field out changes generated text.
+        does: whether lp follows the field (by logits processors or by arguments of a call), ignores it or refuses it.
+        neutral: values that ask for nothing, as None does; 1 for `num_beams`.
+        why: the reason for refusing a value, and what the user can do instead.
+        refuses: function (value, config) -> whether lp refuses this value. None: if `does` is REFUSED, every value is
+            refused except None and the neutral ones; otherwise no value is.
+        changes_tokens: whether generated tokens may differ if the field is left out.
     """
 
     does: Does
@@ -55,7 +56,7 @@ class Field:
     changes_tokens: bool = True
 
     def asks(self, value: Any) -> bool:
-        """Whether a value of the field asks for anything: it is neither None nor neutral."""
+        """Whether a value of the field asks for anything, that is, whether it is neither None nor neutral."""
         return value is not None and not any(value is each or value == each for each in self.neutral)
 
     def refused(self, value: Any, config: GenerationConfig) -> bool:
@@ -63,7 +64,7 @@ class Field:
 
         Args:
             value: the field's value.
-            config: the config with all other fields, on which it may depend.
+            config: the generation config with all other fields, since the answer may depend on other fields.
         """
         if not self.asks(value):
             return False
@@ -191,7 +192,11 @@ WARPERS = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsi
 
 
 def refusals(config: GenerationConfig) -> dict[str, str]:
-    """The fields of a generation config that lp refuses, each with a line for the user: its value and the reason."""
+    """Find the fields of a generation config that lp refuses.
+
+    Returns:
+        A message for the user, by field name: the field's value and the reason for refusing it.
+    """
     found = {}
     for name, field in FIELDS.items():
         if field.refused(value := getattr(config, name, None), config):
@@ -202,12 +207,12 @@ def refusals(config: GenerationConfig) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint's generation config as lp follows it, for texts whose sampling a caller leaves open.
+    """A checkpoint's generation config as lp follows it: provides the sampling settings that a caller leaves open.
 
     Attributes:
-        config: the config without the fields that lp refuses.
-        says: fields that change scores, by name, and `do_sample` where it is true.
-        left: fields that lp refuses, by name, each with the reason.
+        config: copy of the generation config, without the fields listed in `left`.
+        says: values of the fields that change scores, by field name; also `do_sample`, if it is true.
+        left: fields that would change tokens but that lp refuses: the reason for each, by field name.
     """
 
     config: GenerationConfig
@@ -216,9 +221,9 @@ class Checkpoint:
 
     @classmethod
     def of(cls, config: GenerationConfig) -> Checkpoint:
-        """Read a model's generation config.
+        """Build a Checkpoint from a model's generation config.
 
-        Where the config samples and sets no `top_k`, transformers' default of 50 holds.
+        If the config asks for sampling and sets no `top_k`, transformers' default of 50 applies.
         """
         config = copy.copy(config)
         left = {name: why for name, why in refusals(config).items() if FIELDS[name].changes_tokens}
@@ -234,19 +239,25 @@ class Checkpoint:
 
     @property
     def samples(self) -> bool:
-        """Whether the checkpoint asks for sampling, where a caller asks for nothing."""
+        """Whether the checkpoint asks for sampling (`do_sample`); used if a caller gives no sampling settings."""
         return bool(self.config.do_sample)
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """The checkpoint's settings that `SamplingParams` has fields for, by name."""
+        """Values of the checkpoint's settings that `SamplingParams` has fields for, such as temperature, by name."""
         return {name: self.says[name] for name in SAMPLED if name in self.says}
 
     def said(self, sampling: SamplingParams | None) -> dict[str, Any]:
-        """The checkpoint's settings that still hold beside a caller's sampling, by name.
+        """List the checkpoint's settings that still apply once a caller's sampling settings have overridden others.
+
+        For greedy decoding, warpers such as top_p are left out.
 
         Args:
-            sampling: the caller's, which wins in all its fields; None: the caller left it open.
+            sampling: the caller's sampling settings; they override every field of the checkpoint that `SamplingParams`
+                has. None: the caller gave none, so all of the checkpoint's settings apply.
+
+        Returns:
+            Values of the settings, by name.
         """
         overridden = set() if sampling is None else {"do_sample", *SAMPLED}
         if not (self.samples if sampling is None else sampling.temperature):
@@ -254,10 +265,11 @@ class Checkpoint:
         return {name: value for name, value in self.says.items() if name not in overridden}
 
     def line(self, sampling: SamplingParams | None) -> str:
-        """One line for the user: which settings of the checkpoint are followed and which lp refuses; "" without any.
+        """Tell the user in one line which settings of the checkpoint apply and which lp refuses; "" if there are none.
 
         Args:
-            sampling: the caller's, which wins in all its fields; None: the caller left it open.
+            sampling: the caller's sampling settings; they override every field of the checkpoint that `SamplingParams`
+                has. None: the caller gave none, so all of the checkpoint's settings apply.
         """
         parts = []
         if said := self.said(sampling):
@@ -279,25 +291,26 @@ class Checkpoint:
         eos: Collection[int],
         device: torch.device,
     ) -> tuple[SamplingParams | None, list[LogitsProcessor]]:
-        """How a text is sampled, and all its logits processors in order, warpers included.
+        """Determine how a sequence is sampled, and all its logits processors in order, warpers included.
 
         Args:
-            sampling: the caller's, which wins in all its fields; None follows the checkpoint.
-            processors: the caller's logits processors; each replaces one of the same class that the checkpoint asks
-                for.
+            sampling: the caller's sampling settings; they override every field of the checkpoint that `SamplingParams`
+                has. None: the checkpoint's settings apply.
+            processors: the caller's logits processors. Each replaces the checkpoint's processor of the same class, if
+                there is one.
             model_config: the model's own config.
-            padding: tokens of left padding before the prompt.
-            length: tokens of the prompt, padding included.
-            max_length: tokens of the longest text, padding and prompt included.
-            eos: token ids that end the text.
+            padding: number of left padding tokens before the prompt.
+            length: number of tokens of the prompt, padding included.
+            max_length: most tokens that the sequence may have, padding and prompt included.
+            eos: token ids that end the sequence.
             device: where processors hold their tensors.
 
         Returns:
-            Sampling with seed and verifier alone, as all else is among the processors, and None for greedy; the
-            processors.
+            (sampling, processors). The sampling holds only a seed and a verifier, since all other settings are among
+            the processors; it is None for greedy decoding.
 
         Raises:
-            ValueError: a value that transformers does not take.
+            ValueError: the checkpoint's config has a value that transformers does not accept.
         """
         config = copy.copy(self.config)
         if sampling is not None:
@@ -333,11 +346,13 @@ class Checkpoint:
 
 
 def of_prompt(processor: LogitsProcessor, index: int) -> LogitsProcessor:
-    """The logits processor for one prompt of a batch, where transformers has prepared it for all of them.
+    """Adapt a logits processor that transformers made for a whole batch, so that it works for one prompt of the batch.
+
+    Only the repetition penalty is changed: its `prompt_ignore_length` may hold one number for each prompt.
 
     Args:
         processor: the processor that transformers made.
-        index: the prompt's place in the batch.
+        index: index of the prompt in the batch, from 0.
     """
     ignored = getattr(processor, "prompt_ignore_length", None)
     if isinstance(processor, RepetitionPenaltyLogitsProcessor) and isinstance(ignored, torch.Tensor):

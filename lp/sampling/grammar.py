@@ -1,7 +1,7 @@
 """Generated text that follows a grammar: forbidden tokens are never sampled, at any node of a draft tree.
 
-`lp.sampling.grammar_compiler` makes grammars by llguidance; another library takes its place by the protocols `Grammar`
-and `Matcher`. n: nodes, L: tokens of the prefix, V: vocabulary.
+`lp.sampling.grammar_compiler` makes grammars with llguidance. To use another library, implement the protocols `Grammar`
+and `Matcher` with it. n: nodes, L: tokens of the prefix, V: vocabulary.
 """
 
 from __future__ import annotations
@@ -21,62 +21,73 @@ WORD = 32  # tokens whose bits are one int32 of a mask
 
 
 class GrammarError(UserError):
-    """Raised where a text can't go on to follow its grammar. The message begins with "the grammar"."""
+    """Raised if a sequence cannot follow its grammar any further; the message begins with "the grammar"."""
 
 
 class Matcher(Protocol):
-    """A position in a text that follows a grammar; it moves token by token, and says which tokens may come next."""
+    """Follows a grammar through one text: advances token by token, and tells which tokens may come next."""
 
     def accept(self, token: int) -> bool:
-        """Move behind the next token; False, without a move, where the grammar forbids it or the text has ended."""
+        """Advance by one token, unless the grammar forbids the token or the text has ended.
+
+        Returns:
+            Whether the matcher has advanced.
+        """
         ...
 
     def rollback(self, count: int) -> None:
-        """Move back before the last `count` accepted tokens."""
+        """Undo the last `count` accepted tokens."""
         ...
 
     @property
     def ended(self) -> bool:
-        """Whether an EOS token was accepted, behind which nothing may come."""
+        """Whether an EOS token was accepted, after which no token may come."""
         ...
 
     def allowed(self, mask: torch.Tensor) -> None:
-        """Write into a bit mask which tokens may come next.
+        """Write the tokens that may come next into a bit mask.
 
         Args:
-            mask: int32 (ceil(V / 32),) on the CPU, all of it written: the bit of a token is bit `token % 32`, from the
-                lowest on, of word `token // 32`.
+            mask: int32 (ceil(V / 32),) on the CPU, V being the vocabulary's size; all of it is overwritten. Bit `token
+                % 32` of word `token // 32` is 1 if the token may come next; bit 0 is the lowest.
         """
         ...
 
     def forced(self) -> list[int]:
-        """Draft tokens: what probably comes next, since the grammar leaves one choice of characters; else []."""
+        """Draft tokens for the characters that the grammar forces next; [] if it leaves a choice.
+
+        The characters are certain. The draft tokens are a guess, since a model may split the characters into other
+        tokens.
+        """
         ...
 
 
 class Grammar(Protocol):
-    """A compiled grammar, which gives each text a matcher of its own.
+    """A compiled grammar, which makes a new matcher for each text that must follow it.
 
     Attributes:
-        text: what it was made from, such as a JSON schema; ranks compare it.
+        text: what the grammar was made from, such as a JSON schema; ranks compare it to check that they use one
+            grammar.
     """
 
     text: str
 
     def matcher(self, eos: Sequence[int]) -> Matcher:
-        """A matcher at the beginning of a text.
+        """Make a matcher that stands at the beginning of a text.
 
         Args:
-            eos: token ids that end the text, where the grammar lets it end.
+            eos: ids of the EOS tokens; they are allowed wherever the grammar lets the text end.
         """
         ...
 
 
 class Cursor:
-    """Moves a matcher from text to text by the fewest tokens: to a generated text, and to draft branches behind it.
+    """Moves a matcher from one text to another in as few steps as possible, such as from one draft branch to the next.
+
+    It undoes and accepts only the tokens in which the two texts differ.
 
     Args:
-        matcher: a matcher at the beginning of a text.
+        matcher: a matcher that has accepted no token yet.
 
     Attributes:
         text: token ids that the matcher has accepted.
@@ -87,13 +98,14 @@ class Cursor:
         self.text: list[int] = []
 
     def go_to(self, text: Sequence[int]) -> bool:
-        """Move the matcher to the end of a text, which need not go on from where the matcher is.
+        """Move the matcher to the end of a text; tokens that it has accepted and the text does not have are undone.
 
         Args:
             text: token ids from the text's beginning.
 
         Returns:
-            False if the grammar forbids the text; the matcher is then behind the longest part of it that is allowed.
+            False if the grammar forbids the text. The matcher then stands at the end of the longest prefix that is
+            allowed.
         """
         text = list(text)
         if text[: len(self.text)] != self.text:
@@ -104,26 +116,30 @@ class Cursor:
         return all(self.go_on(token) for token in text[len(self.text) :])
 
     def go_on(self, token: int) -> bool:
-        """Move the matcher behind one more token; False, without a move, where the grammar forbids it."""
+        """Advance the matcher by one token; returns False, without advancing, if the grammar forbids the token."""
         if self.matcher.ended or not self.matcher.accept(token):
             return False
         self.text.append(token)
         return True
 
     def go_back(self, count: int) -> None:
-        """Move the matcher back by `count` tokens."""
+        """Undo the last `count` tokens that the matcher has accepted."""
         if count:
             self.matcher.rollback(count)
             del self.text[-count:]
 
     def visit(self, branches: Sequence[Sequence[int]]) -> Iterator[tuple[int, bool]]:
-        """Move the matcher to the end of each branch of a draft tree, by the fewest tokens, and back at last.
+        """Move the matcher to the end of each branch of a draft tree in turn, and finally back to where it started.
+
+        Branches come in an order that needs few steps.
 
         Args:
-            branches: tokens of each node behind the text, up to and with the node itself.
+            branches: a list for each node of the tree: the tokens after the matcher's text up to and including the
+                node.
 
         Yields:
-            Index of a branch, and whether the grammar allows all of it; if so, the matcher is at its end just now.
+            (index of a branch, whether the grammar allows the whole branch). If it does, the matcher stands at the end
+            of the branch until the next item is asked for.
         """
         start = len(self.text)
         try:
@@ -137,7 +153,7 @@ class Cursor:
 
 
 def common_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two sequences have in common at their beginnings."""
+    """Length of the longest common prefix of two token sequences."""
     for at, (a, b) in enumerate(zip(one, other, strict=False)):
         if a != b:
             return at
@@ -145,15 +161,17 @@ def common_length(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 class GrammarProcessor(LogitsProcessor):
-    """Logits processor that sets the scores of tokens that a grammar forbids to -inf, for each node by its own prefix.
+    """Logits processor that sets the scores of tokens that a grammar forbids at a node, given its prefix, to -inf.
 
-    A node whose own prefix is forbidden keeps its scores: verification cannot reach it, as its parent never samples it.
-    Where earlier processors left no token that the grammar allows, all scores are NaN, so that none is sampled.
+    If the grammar forbids a node's prefix itself, the node keeps its scores: verification never reaches such a node, as
+    its parent never samples it. If earlier processors left no token that the grammar allows, all scores of the node
+    become NaN, so that none is sampled.
 
     Args:
-        grammar: what the generated text follows.
+        grammar: the grammar that the generated text follows.
         eos: token ids that end the text.
-        prompt_tokens: tokens of the prompt, left padding included; the grammar begins behind them.
+        prompt_tokens: number of tokens of the prompt, left padding included; the grammar applies to the tokens after
+            them.
     """
 
     per_branch = True
@@ -174,12 +192,17 @@ class GrammarProcessor(LogitsProcessor):
         return self.of_branches(first[: self.prompt_tokens], [row[self.prompt_tokens :] for row in rows], scores)
 
     def of_branches(self, text: Sequence[int], branches: Sequence[Sequence[int]], scores: torch.Tensor) -> torch.Tensor:
-        """Scores (n, V) of nodes behind one text, with -inf for forbidden tokens; `__call__` is slower on long texts.
+        """Mask the scores of draft-tree nodes that all continue one text: forbidden tokens get -inf.
+
+        `__call__` takes the whole prefix of every node instead, which is slower for long texts.
 
         Args:
             text: token ids of padding, prompt and generated tokens.
-            branches: tokens of every node behind the text, up to and with the node itself.
-            scores: (n, V).
+            branches: a list for each node, with the tokens after the text up to and including the node.
+            scores: (n, V), a row for each of n nodes, a column for each token of the vocabulary.
+
+        Returns:
+            Masked scores, (n, V).
         """
         num_nodes, vocabulary = scores.shape
         masks = torch.full((num_nodes, math.ceil(vocabulary / WORD)), -1, dtype=torch.int32)

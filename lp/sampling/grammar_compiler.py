@@ -1,6 +1,6 @@
-"""Grammars by llguidance (extra `grammar`): JSON schemas, regular expressions and EBNF become masks of allowed tokens.
+"""Compiles JSON schemas, regular expressions and EBNF with llguidance (extra `grammar`) into masks of allowed tokens.
 
-llguidance limits the work of a grammar and of a mask by counts of its own, not by a clock: every rank decides alike.
+llguidance limits its work by counting it and not by a clock, so all ranks come to the same result.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ MOST_DRAFTED = 256  # tokens that must follow: no step has room for more
 
 
 class GrammarCompiler:
-    """Makes grammars that a model's generated text can follow; the last ones are remembered.
+    """Compiles grammars for a model's generated text, and caches the most recently used ones.
 
     Args:
         tokenizer: the model's tokenizer.
-        vocabulary: V, how many tokens the LM head has.
+        vocabulary: V, the number of tokens that the LM head scores.
 
     Raises:
-        ValueError: llguidance is not installed, or does not take the tokenizer.
+        ValueError: llguidance is not installed, or does not support the tokenizer.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> None:
@@ -56,15 +56,16 @@ class GrammarCompiler:
         self._lock = threading.Lock()
 
     def json_schema(self, schema: Mapping[str, Any] | str | bool) -> LLGrammar:
-        """A grammar of the JSON values that a schema allows, with a space behind commas and colons, and no other.
+        """Make a grammar of the JSON values that a schema allows, written with one space after each comma and colon.
 
-        White space is fixed since a small model that may write any can go on with it without end.
+        No other white space is allowed, as a small model that may write white space anywhere may never stop doing so.
 
         Args:
-            schema: a JSON schema: as a dict, as JSON text, or True for any JSON value.
+            schema: a JSON schema, as a dict or as JSON text; True allows any JSON value.
 
         Raises:
-            ValueError: it is no schema, or has a keyword that can't be enforced exactly; named with its place.
+            ValueError: the argument is no JSON schema, or has a keyword that can't be enforced exactly; the message
+                names the keyword's place.
         """
         try:
             text = schema if isinstance(schema, str) else json.dumps(schema)
@@ -73,29 +74,29 @@ class GrammarCompiler:
         return self._grammar("json_schema", text, lambda: schema_to_lark(text))
 
     def json(self) -> LLGrammar:
-        """A grammar of any JSON value."""
+        """Make a grammar that allows any JSON value."""
         return self.json_schema(True)
 
     def regex(self, pattern: str) -> LLGrammar:
-        """A grammar of the texts that a regular expression matches from their beginning to their end.
+        """Make a grammar of the texts that a regular expression matches as a whole.
 
         Args:
-            pattern: the expression, in the syntax of `lp.sampling.regex_syntax`.
+            pattern: the regular expression, in the syntax of `lp.sampling.regex_syntax`: ECMA-262 with some limits.
 
         Raises:
-            ValueError: it is no expression, or has syntax that is not taken.
+            ValueError: the pattern is no regular expression, or has unsupported syntax.
         """
         check_kind("regex", pattern, str, "a regular expression as a string")
         return self._grammar("regex", pattern, lambda: _regex_to_lark(whole(pattern)))
 
     def ebnf(self, rules: str) -> LLGrammar:
-        """A grammar from rules in EBNF (GBNF), which begins with the rule `root`.
+        """Make a grammar from rules in EBNF, as llama.cpp's GBNF writes them.
 
         Args:
-            rules: the rules, in the syntax of `lp.sampling.ebnf`.
+            rules: the rules, in the syntax of `lp.sampling.ebnf`. A text begins with the rule `root`.
 
         Raises:
-            ValueError: they are no rules, or have syntax that is not taken.
+            ValueError: the rules have an error or unsupported syntax.
         """
         check_kind("ebnf", rules, str, "rules as a string")
         return self._grammar("ebnf", rules, lambda: ebnf_to_lark(rules))
@@ -144,16 +145,17 @@ class _DeadEndError(GrammarError):
 
 
 class LLGrammar:
-    """A grammar that llguidance has compiled, which gives each text a matcher of its own.
+    """A grammar compiled by llguidance, which makes a new matcher for each text that must follow it.
 
     Args:
-        tokens: llguidance's form of the tokenizer.
-        vocabulary: V, how many tokens the LM head has.
-        lark: the grammar. No forced tokens are looked for where a forced text may be very long.
-        text: what the grammar was made from, such as "regex [a-z]+"; ranks compare it.
+        tokens: llguidance's form of the model's tokenizer.
+        vocabulary: V, the number of tokens that the LM head scores.
+        lark: the grammar in Lark syntax. If it can force very long texts, matchers propose no forced tokens as drafts.
+        text: what the grammar was made from, such as "regex [a-z]+"; ranks compare it to check that they use one
+            grammar.
 
     Raises:
-        ValueError: the grammar is too large, or no text follows it that the model can write.
+        ValueError: the grammar is too large, or the model has no tokens for any text that follows it.
     """
 
     def __init__(self, tokens: Any, vocabulary: int, lark: Lark, text: str) -> None:
@@ -175,10 +177,10 @@ class LLGrammar:
                 raise UserError("no text follows it that the model can write; mend it")
 
     def matcher(self, eos: Sequence[int]) -> Matcher:
-        """A matcher at the beginning of a text.
+        """Make a matcher that stands at the beginning of a text.
 
         Args:
-            eos: token ids that end the text, where the grammar lets it end.
+            eos: ids of the EOS tokens; they are allowed wherever the grammar lets the text end.
         """
         matcher = _Matcher(self._start.deep_copy(), eos, [*self._tokens.eos_tokens], self._vocabulary, self._forces)
         if self._marked is None or self._words is None:

@@ -1,4 +1,4 @@
-"""Whether a regular language has a text at all, or a given one: asked of llguidance, which answers in linear time."""
+"""Checks whether a regular expression matches any text at all, or a given text; llguidance does it in linear time."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ class _ByteTokens:
 
 @cache
 def byte_tokenizer() -> Any:
-    """llguidance's tokenizer with a token for each of the 256 bytes, an EOS and a mark, for checks by the byte.
+    """llguidance's form of a tokenizer that has a token for each of the 256 bytes, an EOS token and a mark token.
 
-    Only grammars with marks have the mark: where a list of unique items begins (`lp.sampling.unique_items`).
+    With it, grammars are checked byte by byte. The mark token occurs only in grammars that mark where a list of unique
+    items begins (`lp.sampling.unique_items`).
     """
     import llguidance
     from llguidance._tokenizer import TokenizerWrapper
@@ -38,10 +39,10 @@ def byte_tokenizer() -> Any:
 
 @lru_cache(maxsize=256)
 def has_no_text(right_side: str) -> bool:
-    """Whether a terminal matches no text at all, as where two patterns of a JSON schema contradict each other.
+    """Whether a Lark terminal matches no text at all, such as when two patterns of a JSON schema contradict each other.
 
     Args:
-        right_side: what the terminal matches, in llguidance's Lark, such as "(/a/ & /b/)".
+        right_side: the right side of the terminal's definition, in llguidance's Lark syntax, such as "(/a/ & /b/)".
 
     Raises:
         UnplacedError: the terminal is too large.
@@ -52,10 +53,10 @@ def has_no_text(right_side: str) -> bool:
 
 
 class Language:
-    """The set of texts that an expression matches as a whole, for checks of single texts.
+    """The set of texts that a regular expression matches as a whole; tells whether a given text is in the set.
 
     Args:
-        node: the expression.
+        node: the expression's syntax tree, as `lp.sampling.regex_syntax` makes it.
     """
 
     def __init__(self, node: Node) -> None:

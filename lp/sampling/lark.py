@@ -1,4 +1,4 @@
-"""Grammars in llguidance's Lark, written from rules; rules that no text follows are left out."""
+"""Writes grammars in llguidance's Lark syntax; rules that no text can follow are left out."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ MOST_ROUNDS = 64
 
 @dataclass(frozen=True)
 class Lexeme:
-    """A part of a rule that llguidance's lexer reads in one piece, as the longest text that matches.
+    """A part of a grammar rule that llguidance's lexer reads in one piece, always as the longest text that matches.
 
     Attributes:
-        right_side: what it matches, as the right side of a Lark terminal.
-        length: characters of its shortest text.
+        right_side: what the lexeme matches, written as the right side of a Lark terminal.
+        length: number of characters of the shortest text that it matches.
     """
 
     right_side: str
@@ -31,12 +31,14 @@ class Lexeme:
 
 @dataclass(frozen=True)
 class Unique:
-    """Alternatives in any order, none of them twice: the items of a list with `uniqueItems` and few values.
+    """A part of a grammar rule: alternatives in any order, each at most once.
+
+    It stands for the items of a JSON list with `uniqueItems`, if few values are allowed.
 
     Attributes:
-        parts: the alternatives, each a sequence of parts.
-        between: what stands between two of them, such as a comma.
-        least, most: bounds of their number.
+        parts: the alternatives, each a sequence of rule parts.
+        between: the separator between two alternatives, such as a comma.
+        least, most: fewest and most alternatives that may come.
     """
 
     parts: tuple[tuple[Part, ...], ...]
@@ -47,19 +49,20 @@ class Unique:
 
 @dataclass(frozen=True)
 class Mark:
-    """Marks in a grammar where a list of different items begins, for `lp.sampling.unique_items`, which enforces it."""
+    """A mark in a grammar where a list of unique items begins; `lp.sampling.unique_items` forbids repetitions there."""
 
 
 Part = Node | Lexeme | Unique | Mark
 
 
 class Lark(NamedTuple):
-    """A grammar in llguidance's Lark.
+    """A grammar in llguidance's Lark syntax.
 
     Attributes:
         text: the grammar.
-        longest: how many characters a text that must follow may have: infinite if it may have no end.
-        marked: the grammar with a token for each `Mark`; "" where it has none.
+        longest: upper bound on the number of characters that the grammar may force one after the other; may be
+            infinite.
+        marked: the grammar with an extra token at each `Mark`; "" if the grammar has no marks.
     """
 
     text: str
@@ -68,14 +71,14 @@ class Lark(NamedTuple):
 
 
 def to_lark(rules: Mapping[str, Part], root: str) -> Lark:
-    """The Lark grammar of some rules.
+    """Write grammar rules in llguidance's Lark syntax.
 
     Args:
-        rules: body of each rule, by its name.
-        root: name of the rule that a text begins with.
+        rules: the body of each rule, by the rule's name.
+        root: name of the rule with which a text begins.
 
     Raises:
-        ValueError: no text follows the rules, or there are too many.
+        ValueError: no text can follow the rules, or there are too many rules.
     """
     if len(rules) > MOST_RULES:
         raise UserError(f"the grammar has {len(rules)} rules, of at most {MOST_RULES}; ask for less of the form")
@@ -220,10 +223,10 @@ class _Writer:
 
 
 def count(least: int, most: int | None) -> str:
-    """The count of a repeat in Lark's syntax, such as "*" or "{2,}".
+    """Write how often a part is repeated, in Lark's syntax, such as "*" or "{2,}".
 
     Args:
-        least, most: how often the repeated part comes; None: there is no most.
+        least, most: fewest and most repetitions; if `most` is None, there is no upper limit.
     """
     if (least, most) in ((0, None), (1, None), (0, 1)):
         return {(0, None): "*", (1, None): "+", (0, 1): "?"}[least, most]

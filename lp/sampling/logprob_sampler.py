@@ -28,14 +28,14 @@ class Logprob(NamedTuple):
 
 
 class LogprobSampler(Sampler):
-    """Samples as another sampler does, and records the log probabilities of the tokens that the text accepts.
+    """Wraps a sampler, and records the log probabilities of the tokens that are generated with it.
 
     Args:
         inner: the sampler that samples.
-        num_top: K.
+        num_top: how many of the likeliest tokens are recorded for each position.
 
     Attributes:
-        recorded: log probabilities of the text's generated tokens, in order; a reader may empty the list.
+        recorded: log probabilities of the generated tokens so far, in order; a caller may empty the list after reading.
     """
 
     def __init__(self, inner: Sampler, num_top: int) -> None:
@@ -52,7 +52,11 @@ class LogprobSampler(Sampler):
     def scores(
         self, logits: torch.Tensor, branches: Sequence[Sequence[int] | None], text: Sequence[int]
     ) -> torch.Tensor:
-        """Scores (n, V) of the inner sampler; `record` will need the logits. Arguments as in `Sampler.scores`."""
+        """Compute the inner sampler's scores, and keep the logits for `record`; arguments: see `Sampler.scores`.
+
+        Returns:
+            Scores (n, V): a row for each of n nodes, a column for each token of the vocabulary.
+        """
         self._logits = logits
         return self.inner.scores(logits, branches, text)
 
@@ -72,12 +76,12 @@ class LogprobSampler(Sampler):
 
 
 def logprobs_of(logits: torch.Tensor, tokens: Sequence[int], num_top: int) -> list[Logprob]:
-    """Log probabilities of given tokens, and of the likeliest tokens beside each.
+    """Compute the log probabilities of given tokens, and list the likeliest tokens at the same positions.
 
     Args:
-        logits: (n, V), the model's own.
-        tokens: a token id for each row.
-        num_top: K.
+        logits: (n, V), the model's logits at n positions, before processors and warpers.
+        tokens: n token ids, one for each position.
+        num_top: how many of the likeliest tokens to list for each position.
     """
     logprobs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
     own = logprobs.gather(1, torch.tensor([*tokens], device=logits.device)[:, None])[:, 0].tolist()

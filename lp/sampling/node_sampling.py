@@ -1,11 +1,12 @@
-"""Scores and sampled tokens of nodes as tensor operations, by one call for several texts.
+"""Computes scores and samples tokens of draft-tree nodes with tensor operations, several sequences in one call.
 
-A text's settings are data, a row of numbers: so one call, and one captured step, serves texts with different settings.
-Every operation is that of transformers' processor of the same name: on a CPU bit for bit, on a GPU to the last bit,
-where torch divides by a number by multiplying with its inverse. Processors that numbers cannot stand for go through
-`lp.sampling.processors`.
+The sampling settings of a sequence are a row of numbers in a tensor. So one call, or one step recorded as a CUDA graph,
+serves sequences with different settings. Each operation gives what transformers' processor of the same name gives: bit
+for bit on a CPU; up to the last bit on a GPU, where torch replaces division by a number by multiplication with its
+inverse. Logits processors that numbers can't describe go through `lp.sampling.processors`.
 
-n: sampled nodes, Q: texts, V: vocabulary, T: tokens of the pass, U: different tokens that came in some text.
+n: sampled nodes, Q: sequences, V: vocabulary, T: tokens of the forward pass, U: different tokens that came before a
+node.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ KthBest = Callable[[torch.Tensor, int], torch.Tensor]  # of scores (n, V) the k 
 
 
 class Operation(IntFlag):
-    """Operations on scores that a call has to do, as flags: what no text of the call asks for is left out."""
+    """Flags for the operations on scores that a sampling call computes; those that no sequence needs are left out."""
 
     NONE = 0
     COUNTS = 1
@@ -45,17 +46,18 @@ COUNTING = Operation.COUNTS | Operation.REPETITION  # what looks at the tokens b
 
 
 class Numbers(NamedTuple):
-    """One text's sampling settings as a row of numbers; the defaults change nothing.
+    """One sequence's sampling settings as a row of numbers; the defaults change nothing.
 
     Attributes:
         first_counted: position of the first token that counts as generated, for `presence` and `frequency`.
-        presence: subtracted once from the logit of each token that was generated.
-        frequency: subtracted from a token's logit for each time that it was generated.
-        repetition: transformers' repetition_penalty.
-        temperature: scores are divided by it.
-        top_k: the k likeliest tokens are kept; 0 keeps all.
-        one_minus_top_p: the least likely tokens that together have at most this probability are left out; -1: none.
-        min_p: tokens less likely than this share of the likeliest one's probability are left out.
+        presence: amount subtracted once from the logit of each token that was generated already.
+        frequency: amount subtracted from a token's logit for each time that the token was generated already.
+        repetition: transformers' repetition_penalty; 1 is no penalty.
+        temperature: number that scores are divided by.
+        top_k: number of likeliest tokens that are kept; 0 keeps all.
+        one_minus_top_p: 1 - top_p: the least likely tokens are dropped that together have at most this probability; -1
+            drops none.
+        min_p: tokens are dropped if their probability is below this fraction of the likeliest token's probability.
     """
 
     first_counted: float = 0.0
@@ -69,7 +71,7 @@ class Numbers(NamedTuple):
 
     @property
     def operations(self) -> Operation:
-        """The operations that these settings need, in a call for this text alone."""
+        """The operations that these settings need if a sampling call serves this sequence alone."""
         asked = {
             Operation.COUNTS: self.presence or self.frequency,
             Operation.REPETITION: self.repetition != 1,
@@ -86,11 +88,12 @@ NUM_NUMBERS = len(Numbers())
 
 @dataclass(frozen=True)
 class ScoreRules:
-    """One text's logits processors in a form that one call can apply to nodes of several texts.
+    """One sequence's logits processors in a form that a single call can apply to nodes of several sequences.
 
     Attributes:
-        numbers: settings of the processors that `Numbers` has a field for.
-        before, after: other processors, functions of the scores alone, which are applied before and behind these.
+        numbers: settings of the processors that `Numbers` has fields for.
+        before, after: the other processors, which look at scores alone. They are applied before and after the
+            processors that `numbers` describes.
     """
 
     numbers: Numbers
@@ -99,11 +102,14 @@ class ScoreRules:
 
     @classmethod
     def of(cls, processors: Iterable[LogitsProcessor], padding: int = 0) -> ScoreRules | None:
-        """Rules of a text; None if one of its processors has to be applied by the host, as it looks at prefixes.
+        """Convert one sequence's logits processors to ScoreRules; None if they can't be converted.
+
+        They can't if a processor looks at the tokens before a node, unless it is a known penalty, or if the processors
+        come in an order that ScoreRules can't express. The host then applies the processors in every step.
 
         Args:
-            processors: the text's processors, in the order in which they are applied.
-            padding: tokens of the prompt's left padding, which penalties count and positions do not.
+            processors: the sequence's processors, in the order in which they are applied.
+            padding: number of left padding tokens of the prompt, which penalties count and positions do not.
         """
         before: list[LogitsProcessor] = []
         after: list[LogitsProcessor] = []
@@ -123,17 +129,20 @@ class ScoreRules:
 
     @cached_property
     def operations(self) -> Operation:
-        """The operations that the numbers need, in a call for this text alone."""
+        """The operations that `numbers` needs if a sampling call serves this sequence alone."""
         return self.numbers.operations
 
     @property
     def counts(self) -> bool:
-        """Whether a penalty needs to know how often each token came before a node."""
+        """Whether some penalty of the sequence needs to know how often each token came before a node."""
         return bool(self.operations & COUNTING)
 
     @cached_property
     def functions_key(self) -> str:
-        """Names and settings of the processors in `before` and `after`, equal for all texts of a call; "" if none."""
+        """Names and settings of the processors in `before` and `after` as one string; "" if there are none.
+
+        One sampling call can serve only sequences with equal keys.
+        """
         if not (self.before or self.after):
             return ""
         described = [[(type(p).__name__, plain_settings(vars(p))) for p in part] for part in (self.before, self.after)]
@@ -162,12 +171,14 @@ def _numbers_of(processor: LogitsProcessor, padding: int) -> dict[str, float] | 
 
 
 class CallRules(NamedTuple):
-    """What a call does to scores, whatever its texts' numbers are: decides which captured step can do the call.
+    """What one sampling call computes, apart from its sequences' own numbers such as temperatures.
+
+    It decides which captured step (recorded as a CUDA graph) can serve the call.
 
     Attributes:
-        operations: operations that some text of the call asks for.
-        most_k: the largest top_k that a text may have, a power of 2; 0: none has a top_k.
-        functions_key: `ScoreRules.functions_key`, equal for all texts of the call.
+        operations: all operations that the call's sequences need.
+        most_k: upper bound on the sequences' top_k, a power of 2; 0: no sequence has a top_k.
+        functions_key: `ScoreRules.functions_key`, equal for all sequences of the call.
         noise: whether Gumbel noise is added to scores before the argmax.
     """
 
@@ -178,11 +189,11 @@ class CallRules(NamedTuple):
 
     @classmethod
     def of(cls, rules: Sequence[ScoreRules], noise: bool) -> CallRules:
-        """Rules of one call that samples nodes of these texts.
+        """Combine the score rules of several sequences, so that one call can sample the draft-tree nodes of them all.
 
         Args:
-            rules: each text's rules, all with an equal `functions_key`.
-            noise: whether Gumbel noise is added for some of them.
+            rules: the rules of each sequence; their `functions_key` must be equal, their numbers may differ.
+            noise: whether Gumbel noise is added for some of the sequences.
         """
         operations = Operation.NONE
         for own in rules:
@@ -193,20 +204,25 @@ class CallRules(NamedTuple):
 
     @property
     def counts(self) -> bool:
-        """Whether some text's penalty needs to know how often each token came before a node."""
+        """Whether a penalty of some sequence needs to know how often each token came before a node."""
         return bool(self.operations & COUNTING)
 
     @property
     def shardable(self) -> bool:
-        """Whether a rank with a part of the LM head can process that part's scores, given the k best of all."""
+        """Whether a rank that holds only a part of the LM head can process its part of the scores by itself.
+
+        For top_k it still needs the k best scores over the whole vocabulary.
+        """
         within = Operation.TEMPERATURE | Operation.TOP_K
         return not (self.functions_key or self.operations & ~within)
 
     def serves(self, other: CallRules) -> bool:
-        """Whether a step that was captured for these rules can do a call with other rules, perhaps with more work.
+        """Whether a step captured with these rules (recorded as a CUDA graph) can serve a call with other rules.
+
+        It may do more work than the call needs.
 
         Args:
-            other: rules of the call to be done.
+            other: the rules of that call.
         """
         operations = self.operations & other.operations == other.operations
         noise = self.noise or not other.noise
@@ -215,19 +231,24 @@ class CallRules(NamedTuple):
 
 @dataclass
 class NodeSampling:
-    """All that one call needs to sample its nodes: the rules, and tensors with each node's settings, counts and noise.
+    """All that one call needs to sample its draft-tree nodes: rules, and tensors of settings, token counts and noise.
+
+    n: nodes, V: vocabulary.
 
     Attributes:
-        rules: operations of the call.
-        functions: rules of any text of the call, for `before` and `after`, which are equal for all.
-        numbers: float64 (n, NUM_NUMBERS), `Numbers` of every node's text; (1, NUM_NUMBERS) in a call for one text.
-        reachable: bool (n, 1), nodes that verification may reach; the others get the temperature alone. None: all are.
-        counts: int32 (n, V), how often each token came before each node, as `lp.sampling.token_counts` counts; None
-            where no text has a penalty.
-        columns: int64 (U,), the only tokens that came before any node: `counts` has a column for each of them, (n, U).
-            None: it has all V.
-        noise_SV: Gumbel noise, a row for each position; None: none is added.
-        noise_rows: int64 (n,), row of each node's noise; None: row i is node i's.
+        rules: which operations the call computes.
+        functions: rules of any sequence of the call; only `before` and `after` are used, which are equal for all
+            sequences.
+        numbers: float64 (n, NUM_NUMBERS), for each node the `Numbers` of its sequence; a single row if the call serves
+            one sequence.
+        reachable: bool (n, 1), whether verification may reach the node; for other nodes, logits are only divided by the
+            temperature. None: it may reach all nodes.
+        counts: int32 (n, V), how often each token came before each node, in the form of `lp.sampling.token_counts`;
+            None: no sequence has a penalty.
+        columns: int64 (U,), the token ids that the columns of `counts` stand for, which is then (n, U); other tokens
+            came before no node. None: `counts` has a column for each token of the vocabulary.
+        noise_SV: Gumbel noise (S, V), a row for each of S positions; None: no noise is added.
+        noise_rows: int64 (n,), the row of `noise_SV` for each node; None: node i uses row i.
     """
 
     rules: CallRules
@@ -240,20 +261,23 @@ class NodeSampling:
     noise_rows: torch.Tensor | None = None
 
     def sample(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores (n, V), and the sampled token of every node, int64 (n,), from its logits.
+        """Compute the scores of every node from its logits, and sample a token for it.
 
         Args:
-            logits: (n, V).
+            logits: (n, V), a row for each of n nodes, a column for each token of the vocabulary.
+
+        Returns:
+            Scores (n, V) before noise, and the sampled tokens, int64 (n,).
         """
         scores = self.scores(logits)
         return scores, finite_argmax(self.noisy(scores))
 
     def noisy(self, scores: torch.Tensor, first: int = 0) -> torch.Tensor:
-        """Scores with the Gumbel noise added: the argmax over the vocabulary is the sampled token.
+        """Add the Gumbel noise to scores, if there is any, so that the argmax over the vocabulary is the sampled token.
 
         Args:
-            scores: (n, any number of tokens), before noise.
-            first: token id of the first column, where `scores` has a part of the vocabulary.
+            scores: (n, any number of tokens), the scores of n nodes without noise.
+            first: token id of the first column, if `scores` has only a part of the vocabulary.
         """
         if self.noise_SV is None:
             return scores
@@ -261,12 +285,16 @@ class NodeSampling:
         return scores + (noise if self.noise_rows is None else noise.index_select(0, self.noise_rows))
 
     def scores(self, logits: torch.Tensor, best: KthBest | None = None) -> torch.Tensor:
-        """Scores (n, V), before noise: float32 or wider; the logits themselves where the call has no operation.
+        """Apply the call's operations, such as penalties and warpers, to logits; no noise is added.
 
         Args:
-            logits: (n, V), or a part of the vocabulary where the call's rules are `shardable`.
-            best: (scores, k) -> the k best scores of every node over the whole vocabulary, (n, k), best first; None:
-                `logits` has all of it.
+            logits: (n, V), a row for each of n nodes; or only a part of the vocabulary, if the call's rules are
+                `shardable`.
+            best: function (scores, k) -> the k best scores of each node over the whole vocabulary, (n, k), best first.
+                None: `logits` has the whole vocabulary.
+
+        Returns:
+            Scores in the shape of `logits`, float32 or wider; `logits` itself if the call has no operation.
         """
         functions = self.functions
         operations = self.rules.operations
@@ -349,13 +377,16 @@ def _top_p(scores: torch.Tensor, one_minus_top_p: torch.Tensor) -> torch.Tensor:
 def counts_at_nodes(
     counts_nV: torch.Tensor, tokens_T: torch.Tensor, generated_T: torch.Tensor, visible_nT: torch.Tensor
 ) -> torch.Tensor:
-    """Add to each node's counts the tokens of the pass that the node sees, as penalties need them: int32 (n, V).
+    """Add to each node's token counts, which penalties need, the tokens of the forward pass that the node sees.
 
     Args:
-        counts_nV: int32 (n, V), counts of the tokens before the pass; changed.
-        tokens_T: int64 (T,), the pass's tokens; ids from V on are not counted.
-        generated_T: bool (T,), True: the token counts as generated; False: as the prompt's.
-        visible_nT: bool (n, T), the tokens of the pass that each node sees.
+        counts_nV: int32 (n, V), for each node the counts of the tokens before the forward pass; changed in place.
+        tokens_T: int64 (T,), token ids of the forward pass; ids from V on are not counted.
+        generated_T: bool (T,), whether each token counts as generated; otherwise it counts as a token of the prompt.
+        visible_nT: bool (n, T), whether each node sees each token of the forward pass.
+
+    Returns:
+        The changed counts, int32 (n, V).
     """
     vocabulary = counts_nV.shape[1]
     ones_T = torch.where(generated_T, GENERATED, PROMPT).to(torch.int32)
@@ -365,10 +396,10 @@ def counts_at_nodes(
 
 
 def finite_argmax(scores: torch.Tensor) -> torch.Tensor:
-    """The token of every node: argmax of its scores, int64 (n,); INVALID_TOKEN where it would be by NaN or +inf.
+    """Token with the best score at each node, int64 (n,); INVALID_TOKEN if that score is NaN or +inf.
 
     Args:
-        scores: (n, V).
+        scores: (n, V), a row for each of n nodes, a column for each token of the vocabulary.
     """
     best = scores.argmax(-1)
     return best.masked_fill(~(scores.gather(-1, best[:, None])[:, 0] < math.inf), INVALID_TOKEN)

@@ -1,7 +1,7 @@
-"""Counter-based Gumbel noise: a function of (seed, sequence, position, token), with no generator state.
+"""Counter-based Gumbel noise: a function of (seed, sequence, position, token), without a generator's state.
 
-Integer operations make the bits, so they are the same on every device, on every rank and for every node. The argmax of
-logits plus this noise is a sample of their softmax (the Gumbel-max trick). V: vocabulary.
+The random bits come from integer operations, so they are equal on every device, on every rank and for every node. The
+argmax of logits plus this noise is a sample of their softmax (the Gumbel-max trick). V: vocabulary.
 """
 
 from __future__ import annotations
@@ -47,23 +47,26 @@ def _keyed(key: int, part: int) -> int:
 
 
 def sequence_key(seed: int, sequence: int) -> int:
-    """The key from which the keys of all positions of a sequence are made: a hash of both arguments, 64 bits, unsigned.
+    """Hash a seed and a sequence's index into the key that the keys of the sequence's positions are made from.
 
     Args:
         seed: the generation's seed.
         sequence: index of the sequence in a batch.
+
+    Returns:
+        The key, an unsigned 64-bit integer.
     """
     return _keyed(_keyed(0, seed), sequence)
 
 
 def gumbel(seed: int, sequence: int, position: int, vocabulary: int, device: torch.device) -> torch.Tensor:
-    """Standard Gumbel noise for every token at one position of a sequence.
+    """Standard Gumbel noise for every token of the vocabulary at one position of a sequence.
 
     Args:
         seed: the generation's seed.
         sequence: index of the sequence in a batch.
-        position: absolute position of the token that the noise chooses.
-        vocabulary: V.
+        position: absolute position of the token that is sampled with this noise.
+        vocabulary: V, size of the vocabulary.
         device: where the noise is made.
 
     Returns:
@@ -79,11 +82,11 @@ def _gumbel_nV(keys_n: torch.Tensor, vocabulary: int) -> torch.Tensor:
 
 
 def random_bits(keys_n: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """64 random bits for every token at each of n positions.
+    """64 random bits for every token of the vocabulary at each of n positions.
 
     Args:
-        keys_n: int64 (n,), the positions' keys, made by `position_key`.
-        vocabulary: V.
+        keys_n: int64 (n,), a key for each position, made by `position_key`.
+        vocabulary: V, size of the vocabulary.
 
     Returns:
         int64 (n, V).
@@ -101,24 +104,25 @@ def _uniform(bits: torch.Tensor) -> torch.Tensor:
 
 
 def position_key(seed: int, sequence: int, position: int) -> int:
-    """The key that all noise of a position is made from: a hash of seed, sequence and position, as an int64.
+    """Hash seed, sequence and position into the key, an int64, that all noise at this position is made from.
 
     Args:
         seed: the generation's seed.
         sequence: index of the sequence in a batch.
-        position: absolute position of the token that the noise chooses.
+        position: absolute position of the token that is sampled with this noise.
     """
     return _signed(_keyed(sequence_key(seed, sequence), position))
 
 
 @torch.library.custom_op("lp::fill_noise", mutates_args=("noise_SV",))
 def fill_noise(noise_SV: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor) -> None:
-    """Write the Gumbel noise of n positions into rows of a buffer; on CUDA by one kernel, where Triton is installed.
+    """Compute the Gumbel noise of n positions into rows of a buffer; on CUDA with one kernel, if Triton is installed.
 
     Args:
-        noise_SV: float32 or float64 (S, V), S rows of noise, contiguous; changed. Its last row holds nothing of use.
-        rows: int64 (n,), different rows of the buffer; -1 where nothing is written.
-        keys: int64 (n,), a position's key for each row, made by `position_key`.
+        noise_SV: float32 or float64 (S, V), contiguous: S rows with noise for each token of the vocabulary; changed in
+            place. Its last row is scratch space.
+        rows: int64 (n,), the row to write for each position, all different; -1 skips the position.
+        keys: int64 (n,), a key for each position, made by `position_key`.
     """
     if noise_SV.is_cuda and _kernel_works(noise_SV.device, noise_SV.dtype):
         from lp.sampling.noise_kernel import launch_fill_noise  # here: it needs Triton
@@ -132,12 +136,12 @@ def fill_noise(noise_SV: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor) -
 
 
 def fill_noise_rows(noise_SV: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor) -> None:
-    """Write the Gumbel noise of n positions into rows of a buffer, in plain torch, where there is no kernel.
+    """Compute the Gumbel noise of n positions into rows of a buffer in plain torch, if there is no kernel for it.
 
     Args:
-        noise_SV: float32 or float64 (S, V); changed.
-        rows: int64 (n,), rows of the buffer, all of which are written.
-        keys: int64 (n,), a position's key for each row, made by `position_key`.
+        noise_SV: float32 or float64 (S, V): S rows with noise for each token of the vocabulary; changed in place.
+        rows: int64 (n,), the row to write for each position.
+        keys: int64 (n,), a key for each position, made by `position_key`.
     """
     vocabulary = noise_SV.shape[1]
     at_once = max(1, CHUNK // vocabulary) if noise_SV.device.type == "cpu" else max(len(keys), 1)
@@ -169,18 +173,20 @@ def _kernel_works(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class NoiseCache:
-    """Gumbel noise of the positions that a sequence's steps sample, computed once each: a ring buffer by position.
+    """Ring buffer of the Gumbel noise at the positions that a sequence's steps sample, so that it is computed once.
 
-    Several sequences can have their rows in one buffer (S, V), S being the rows of all of them and two spare ones, so
-    that one captured step serves them all.
+    Several sequences can share one buffer (S, V), so that one captured step (recorded as a CUDA graph) serves them all.
+    S is the number of their rows plus two spare rows.
 
     Args:
-        seed, sequence, vocabulary, device: see `gumbel`.
-        capacity: C, positions held, at least as many as a step spans.
+        seed, sequence: choose the noise, see `gumbel`.
+        vocabulary: V, size of the vocabulary.
+        capacity: C, number of positions whose noise is kept; at least as many as one step samples.
+        device: where the noise is kept.
         dtype: dtype of the noise.
 
     Attributes:
-        first_row: the first of this sequence's C rows in the buffer.
+        first_row: index of the first of this sequence's C rows in the buffer.
     """
 
     def __init__(
@@ -198,7 +204,7 @@ class NoiseCache:
 
     @property
     def noise_SV(self) -> torch.Tensor:
-        """The buffer (S, V): a row of zeros, C rows for each of its sequences, and a row that is never read."""
+        """The buffer (S, V): a row of zeros, `capacity` rows for each sequence that shares it, and a spare row."""
         if self._noise_SV is None:
             self.use(self.buffer(1), 0)
         assert self._noise_SV is not None
@@ -206,23 +212,23 @@ class NoiseCache:
 
     @property
     def shape(self) -> tuple[int, int, torch.dtype]:
-        """C, V and dtype; sequences whose caches have equal ones can share a buffer."""
+        """(capacity, vocabulary, dtype) of the cache; sequences whose caches have equal shapes can share a buffer."""
         return self.capacity, self.vocabulary, self.dtype
 
     def buffer(self, texts: int) -> torch.Tensor:
-        """A new buffer of zeros for the noise of several sequences: (S, V) with S = texts * C + 2.
+        """Make a buffer of zeros for the noise of several sequences, of shape (texts * capacity + 2, vocabulary).
 
         Args:
-            texts: how many sequences it has room for, all with this cache's `shape`.
+            texts: number of sequences that the buffer has room for; the caches of all must have this cache's `shape`.
         """
         return torch.zeros(texts * self.capacity + 2, self.vocabulary, device=self.device, dtype=self.dtype)
 
     def use(self, noise_SV: torch.Tensor, place: int) -> None:
-        """Keep the noise in this buffer from now on, since a captured step reads the buffer that it was captured with.
+        """Keep the noise in a given buffer from now on, such as the one that a captured step (a CUDA graph) reads.
 
         Args:
-            noise_SV: a buffer that `buffer` made.
-            place: index of this sequence among those of the buffer, from 0.
+            noise_SV: a buffer made by `buffer`.
+            place: index of this sequence among the sequences that share the buffer, from 0.
         """
         first_row = 1 + place * self.capacity
         if noise_SV is not self._noise_SV or first_row != self.first_row:
@@ -230,35 +236,35 @@ class NoiseCache:
             self._positions = [-1] * self.capacity
 
     def rows(self, positions: Sequence[int]) -> list[int]:
-        """Rows of the buffer with the noise of these absolute positions; missing noise is computed first."""
+        """Indices of the buffer's rows for these absolute positions; noise that is missing there is computed first."""
         self.fill([self], [positions])
         return self.rows_of(positions)
 
     def rows_of(self, positions: Sequence[int]) -> list[int]:
-        """Rows of the buffer that belong to these absolute positions, whether or not they have their noise already."""
+        """Indices of the buffer's rows for these absolute positions, whether or not their noise is there yet."""
         return [self.first_row + position % self.capacity for position in positions]
 
     def missing(self, positions: Sequence[int]) -> list[tuple[int, int]]:
-        """(row, key) for each of these positions whose noise is not in the buffer, as `fill_noise` takes them.
+        """List (row, key), for `fill_noise`, for each of these absolute positions whose noise is not in the buffer.
 
-        A caller that fills the rows says so by `filled`.
+        A caller that writes these rows then calls `filled`.
         """
         lacking = sorted({position for position in positions if self._positions[position % self.capacity] != position})
         keys = [position_key(self.seed, self.sequence, position) for position in lacking]
         return [*zip(self.rows_of(lacking), keys, strict=True)]
 
     def filled(self, positions: Sequence[int]) -> None:
-        """Note that the buffer now has the noise of these absolute positions."""
+        """Record that the buffer now holds the noise of these absolute positions."""
         for position in positions:
             self._positions[position % self.capacity] = position
 
     @staticmethod
     def fill(caches: Sequence[NoiseCache], positions: Sequence[Sequence[int]]) -> None:
-        """Compute the noise that the buffers of several sequences lack, by one `fill_noise` for each buffer.
+        """Compute the noise that several sequences still lack, with one call of `fill_noise` for each buffer.
 
         Args:
-            caches: a cache for each sequence.
-            positions: absolute positions whose noise is needed, by sequence.
+            caches: the cache of each sequence; caches may share a buffer.
+            positions: absolute positions whose noise is needed, a list for each sequence.
         """
         pairs: dict[int, list[tuple[int, int]]] = {}
         for cache, own in zip(caches, positions, strict=True):

@@ -1,7 +1,7 @@
-"""Gumbel noise of positions by one Triton kernel, which a captured step on a GPU can launch.
+"""Computes the Gumbel noise of several positions with one Triton kernel, which a CUDA graph can record.
 
-Its random bits are those of `lp.sampling.noise`; its noise differs from the noise there by an ulp or two of float64, as
-logarithms do.
+Its random bits are those of `lp.sampling.noise`. Its noise may differ from the noise there by one or two units in the
+last place of float64, since GPUs round logarithms otherwise.
 
 S: rows of the buffer, V: vocabulary.
 """
@@ -28,24 +28,24 @@ def _mix(value):
 
 @triton.jit
 def random_bits(key, token):
-    """64 random bits, as uint64, for a token at a position: the bits of `lp.sampling.noise.random_bits`.
+    """64 random bits, as uint64, for a token at a position; equal to those of `lp.sampling.noise.random_bits`.
 
     Args:
         key: int64, the position's key, made by `lp.sampling.noise.position_key`.
-        token: token id, or a block of token ids.
+        token: a token id, or a block of token ids.
     """
     return _mix(key.to(tl.uint64) + (token.to(tl.uint64) + 1) * GOLDEN)
 
 
 @triton.jit
 def gumbel_of(bits):
-    """Standard Gumbel noise in float64 from the upper 53 of 64 random bits.
+    """Turn the upper 53 of 64 random bits into standard Gumbel noise, in float64.
 
-    Where these are all ones, the half that is added to them would round up to 1, whose noise is infinite: it is left
-    out.
+    The bits, as an integer plus 0.5, are scaled to a number in (0, 1). If all 53 bits are set, 0.5 is not added, since
+    the sum would round up to 1, whose noise is infinite.
 
     Args:
-        bits: uint64.
+        bits: the random bits, uint64.
     """
     bits = bits >> 11
     half = tl.where(bits == ALL_SET, 0.0, 0.5)
@@ -65,12 +65,13 @@ def _fill_noise_kernel(noise_base, rows_base, keys_base, vocabulary, BLOCK: tl.c
 
 
 def launch_fill_noise(noise_SV: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor) -> None:
-    """Write the noise of positions into rows of a buffer on a GPU, by one kernel.
+    """Compute the Gumbel noise of n positions into rows of a buffer on a GPU, with one kernel.
 
     Args:
-        noise_SV: float32 or float64 (S, V), contiguous, on CUDA.
-        rows: int64 (n,), different rows of the buffer; -1 where nothing is written.
-        keys: int64 (n,), a position's key for each row, made by `lp.sampling.noise.position_key`.
+        noise_SV: float32 or float64 (S, V), contiguous, on CUDA: S rows with noise for each token of the vocabulary;
+            changed in place.
+        rows: int64 (n,), the row to write for each position, all different; -1 skips the position.
+        keys: int64 (n,), a key for each position, made by `lp.sampling.noise.position_key`.
     """
     vocabulary = noise_SV.shape[1]
     grid = triton.cdiv(vocabulary, BLOCK), len(rows)

@@ -1,7 +1,7 @@
-"""The numbers of a range as regular expressions of their JSON texts, for the bounds of a JSON schema.
+"""Regular expressions that match the JSON texts of all numbers in a range, to enforce the bounds of a JSON schema.
 
-A JSON number is read as a binary float. So "more than 0.1" is "at least the next float": else the text
-0.1000000000000000000001 would do, which is read as 0.1.
+A JSON number is read as a binary float. So the bound "more than 0.1" is enforced as "at least the next float".
+Otherwise the text 0.1000000000000000000001 would be allowed, which is read as 0.1.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ EXACT_INTEGERS = 1 << 53  # of floats; those beyond stand for their neighbours, 
 
 
 def integer_terminal(low: int | None, high: int | None) -> str:
-    """The right side of a Lark terminal that matches the integers in [low, high], for a JSON schema's bounds.
+    """Write the right side of a Lark terminal that matches the integers from `low` to `high`, both included.
 
     Args:
-        low, high: the bounds; None: there is none.
+        low, high: bounds from a JSON schema; None: no bound on this side.
     """
     return _both_signs(low, high, _integers_from, _integers_to, INTEGER)
 
 
 def number_terminal(low: Fraction | None, high: Fraction | None) -> str:
-    """The right side of a Lark terminal that matches the decimal numbers in [low, high].
+    """Write the right side of a Lark terminal that matches the decimal numbers from `low` to `high`, both included.
 
     Args:
-        low, high: the bounds, which have finitely many decimals; None: there is none.
+        low, high: bounds with finitely many decimals; None: no bound on this side.
 
     Raises:
-        ValueError: a bound without an end of its decimals, such as 1/3.
+        ValueError: a bound has infinitely many decimals, such as 1/3.
     """
     return _both_signs(
         low, high, _decimals_from, _decimals_to, NUMBER if low is high is None else rf"{INTEGER}(?:\.[0-9]+)?"
@@ -48,14 +48,14 @@ def number_terminal(low: Fraction | None, high: Fraction | None) -> str:
 
 
 def next_number(bound: Fraction, up: bool) -> Fraction:
-    """The inclusive bound that stands for an exclusive one: the next float, by the decimals of its repr.
+    """Turn an exclusive bound into an inclusive one: the next float, as the exact decimal number that its repr shows.
 
     Args:
         bound: the exclusive bound.
-        up: True: the next larger float, for a lower bound; False: the next smaller one, for an upper bound.
+        up: True: take the next larger float, for a lower bound. False: take the next smaller one, for an upper bound.
 
     Raises:
-        ValueError: the bound is so large that floats leave integers out.
+        ValueError: the bound is so large that not every integer is a float.
     """
     if abs(bound) >= EXACT_INTEGERS:
         raise UnplacedError(

@@ -21,7 +21,10 @@ MOST_PENALTY = 1e6
 
 
 class Verifier(StrEnum):
-    """How draft tokens of sampled text are verified: one seed gives one text, or the paper's Algorithm 4."""
+    """How draft tokens of sampled text are verified: "coupled" (one seed gives one text) or "rejection" (Algorithm 4).
+
+    Algorithm 4 is the paper's: its text equals plain sampling in distribution, not token by token.
+    """
 
     COUPLED = "coupled"
     REJECTION = "rejection"
@@ -32,11 +35,11 @@ class SamplingParams:
     """Sampling that reproduces: one seed gives one text with lookahead on or off, on any number of ranks.
 
     Args:
-        temperature: scores are divided by it: a number >= 1e-20; or 0 for greedy decoding: the likeliest token after
+        temperature: number >= 1e-20 that scores are divided by. 0 decodes greedily: it takes the likeliest token after
             the repetition penalty, whatever seed, top_k, top_p, min_p and typical_p are.
         top_k: keep the k likeliest tokens; 0 keeps all.
         top_p: keep the likeliest tokens that together reach this probability; 1 keeps all.
-        min_p: drop tokens less likely than this share of the likeliest token's probability; 0 keeps all.
+        min_p: drop tokens whose probability is below this fraction of the likeliest token's; 0 keeps all.
         typical_p: locally typical sampling: keep the tokens whose surprise is nearest to the expected one and that
             together reach this probability; 1 keeps all.
         repetition_penalty: transformers' penalty on tokens of the prompt and of the generated text, in [1e-6, 1e6]; 1
@@ -86,11 +89,11 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether each token is the likeliest one after the repetition penalty, and none is drawn."""
+        """Whether decoding is greedy: each token is the likeliest one after the repetition penalty."""
         return self.temperature == 0
 
     def processors(self) -> list[LogitsProcessor]:
-        """transformers' logits processors for these settings, in the order of its `generate`."""
+        """Make transformers' logits processors for these settings, in the order of transformers' `generate`."""
         import transformers as tf  # takes seconds, and the apps' --help needs no processor
 
         settings: tuple[tuple[Callable[[Any], LogitsProcessor], float, float], ...] = (  # the last: changes nothing
@@ -109,7 +112,7 @@ class SamplingParams:
 
 
 def is_greedy(sampling: SamplingParams | None) -> bool:
-    """Whether every token is the likeliest one and none is drawn: `sampling` is None, or its temperature is 0."""
+    """Whether decoding is greedy, so that no token is drawn at random: `sampling` is None, or its temperature is 0."""
     return sampling is None or sampling.greedy
 
 

@@ -1,5 +1,4 @@
-"""Penalties on tokens that the text has already: OpenAI's presence and frequency penalties, and penalties on recent
-tokens.
+"""Penalties on tokens that a sequence has already: OpenAI's presence and frequency penalties, and repetition penalties.
 
 n: nodes, L: tokens of the prefix, V: vocabulary.
 """
@@ -11,13 +10,14 @@ from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 
 class CountPenalty(LogitsProcessor):
-    """OpenAI's presence and frequency penalties: subtracts from the logit of each token that was generated already.
+    """OpenAI's presence and frequency penalties: lower the logit of each token that was generated already.
 
     Args:
-        prompt_tokens: tokens of the prompt, left padding included; they do not count as generated.
-        presence: subtracted once, however often the token was generated.
-        frequency: subtracted for each time that the token was generated.
-        last: how many of the last tokens of the prefix count, as far as they were generated; None: all.
+        prompt_tokens: number of tokens of the prompt, left padding included; they do not count as generated.
+        presence: amount subtracted once, however often the token was generated.
+        frequency: amount subtracted for each time that the token was generated.
+        last: look only at this many last tokens of the prefix, and count the generated ones among them; None: count all
+            generated tokens.
     """
 
     per_branch = True
@@ -44,12 +44,12 @@ class CountPenalty(LogitsProcessor):
 
 
 class RecentRepetitionPenalty(RepetitionPenaltyLogitsProcessor):
-    """transformers' repetition penalty on the last tokens of the prefix alone, whether prompt or generated.
+    """transformers' repetition penalty for tokens among the last ones of the prefix, whether prompt or generated.
 
     Args:
-        penalty: transformers' repetition_penalty: positive scores are divided by it, negative ones multiplied; 1 is
-            none.
-        last: how many last tokens of the prefix count.
+        penalty: transformers' repetition_penalty: a factor that positive scores are divided by and negative scores are
+            multiplied with; 1 is no penalty.
+        last: how many tokens at the end of the prefix are looked at.
     """
 
     per_branch = True

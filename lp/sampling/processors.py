@@ -1,4 +1,4 @@
-"""Logits processors on the nodes of a draft tree: each node is processed with the prefix of its own branch.
+"""Applies logits processors to the nodes of a draft tree, to each node with the prefix of its own branch.
 
 n: nodes, V: vocabulary.
 """
@@ -62,17 +62,17 @@ LARGEST_PLAIN_TENSOR = 1024  # elements; of larger ones, such as a watermark's t
 def check_processors(processors: Iterable[LogitsProcessor]) -> list[LogitsProcessor]:
     """Refuse logits processors whose result for a node may depend on more than the node's own prefix and scores.
 
-    A draft tree has several branches, which a processor must not mix. Taken are transformers' processors that are known
-    to work branch by branch, and any other with the attribute `per_branch = True`.
+    A draft tree has several branches, which a processor must not mix. Transformers' processors that are known to work
+    branch by branch are accepted, and any other with the attribute `per_branch = True`.
 
     Args:
-        processors: the caller's, in the order in which they are applied.
+        processors: the caller's processors, in the order in which they are applied.
 
     Returns:
         The processors as a list.
 
     Raises:
-        ValueError: names the processor and the remedy.
+        ValueError: a processor is not accepted; the message names it and the remedy.
     """
     checked = list(processors)
     for processor in checked:
@@ -88,9 +88,10 @@ def check_processors(processors: Iterable[LogitsProcessor]) -> list[LogitsProces
 
 
 class BranchProcessors:
-    """The logits processors of one call, applied to nodes of different branches at once.
+    """Applies the logits processors of one call to nodes of different draft-tree branches at once.
 
-    A lookahead step has nodes that verification cannot reach: they only guess n-grams, and get the temperature alone.
+    A lookahead step also has nodes that verification cannot reach and that only guess n-grams. Their logits are only
+    divided by the temperature.
 
     Args:
         processors: applied in this order, warpers included.
@@ -98,10 +99,10 @@ class BranchProcessors:
 
     Attributes:
         temperature: product of the temperatures of all temperature warpers; 1.0 if there is none.
-        full_vocabulary_temperature: `temperature` if there are no processors but temperature warpers, so that every
-            token may be sampled; else 0.0.
-        prefix_free: whether every processor is a function of the scores alone. A subclass of one of transformers' does
-            not count as such, as it may look at the prefix.
+        full_vocabulary_temperature: equal to `temperature` if all processors are temperature warpers, so that any token
+            may be sampled; otherwise 0.0.
+        prefix_free: whether all processors look at the scores alone. A subclass of one of transformers' processors
+            counts as one that may look at the prefix.
     """
 
     def __init__(self, processors: Iterable[LogitsProcessor], padding: Sequence[int] = ()) -> None:
@@ -118,11 +119,11 @@ class BranchProcessors:
 
     @property
     def changing(self) -> list[str]:
-        """Class names of processors that may make NaN or infinite scores of finite logits, for an error's message."""
+        """Class names of the processors that may turn finite logits into NaN or infinite scores, for error messages."""
         return [type(processor).__name__ for processor in self._processors if type(processor) not in KEEP_FINITE]
 
     def settings(self) -> list[Any]:
-        """(class name, plain settings) of each processor, which ranks compare before a call."""
+        """List (class name, settings as plain data) of each processor, so that ranks can compare them before a call."""
         return [(type(processor).__name__, plain_settings(vars(processor))) for processor in self._processors]
 
     def __call__(
@@ -178,13 +179,13 @@ class BranchProcessors:
 
 
 def plain_settings(values: Any, within: tuple[int, ...] = ()) -> Any:
-    """A setting of a processor as plain data that is equal on ranks where the setting is, so that they can compare it.
+    """Convert a setting of a processor to plain data, equal on ranks with equal settings, so that ranks can compare it.
 
-    An object becomes the name of its class, since its repr may hold an address; a large tensor becomes a hash.
+    An object becomes its class name, since its repr may contain an address. A large tensor becomes a hash.
 
     Args:
         values: a setting, or a collection of settings.
-        within: `id` of the collections that `values` is in; a collection that holds itself becomes "..." there.
+        within: `id` of each collection that `values` is nested in. Where a collection contains itself, "..." is put.
     """
     if isinstance(values, dict | set | frozenset | list | tuple):
         return "..." if id(values) in within else _plain_collection(values, (*within, id(values)))

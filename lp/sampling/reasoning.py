@@ -1,6 +1,6 @@
-"""Grammars for models that think first: any text up to the end of a reasoning block, then text that follows a grammar.
+"""Grammars for reasoning models: any text up to the end of the reasoning block, then text that follows a grammar.
 
-The end of the block may lie anywhere in a draft tree: each node is masked according to the side that it is on.
+The block may end anywhere in a draft tree. So each node is masked according to whether it lies before or after the end.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class ReasoningBlock:
     """The special tokens around a model's reasoning.
 
     Attributes:
-        begin: token id that begins it, such as that of <think>.
-        end: token id that ends it, such as that of </think>.
+        begin: id of the token that begins the reasoning, such as <think>.
+        end: id of the token that ends the reasoning, such as </think>.
     """
 
     begin: int
@@ -27,14 +27,14 @@ class ReasoningBlock:
 
 
 class BehindReasoning:
-    """A grammar for answers that may begin with a reasoning block: it holds behind the block, or at once without one.
+    """A grammar for answers that may begin with a reasoning block: it applies after the block, or at once without one.
 
-    Within the block any token may come but those that end the text.
+    Within the block every token is allowed except those that end the text.
 
     Args:
-        grammar: what comes behind the block.
+        grammar: the grammar of the text after the block.
         block: the tokens that begin and end the block.
-        is_open: whether the prompt ends within the block, so that the answer begins there.
+        is_open: whether the prompt has already begun the block, so that the answer starts within it.
     """
 
     def __init__(self, grammar: Grammar, block: ReasoningBlock, is_open: bool = False) -> None:
@@ -44,10 +44,10 @@ class BehindReasoning:
         self._is_open = is_open
 
     def matcher(self, eos: Sequence[int]) -> Matcher:
-        """A matcher at the beginning of an answer.
+        """Make a matcher that stands at the beginning of an answer.
 
         Args:
-            eos: token ids that end the answer, behind the block.
+            eos: ids of the EOS tokens; they are forbidden within the reasoning block.
         """
         return _Matcher(self._grammar.matcher(eos), self._block, self._is_open, eos)
 

@@ -1,10 +1,10 @@
-"""Regular expressions: ECMA-262's, by code points (its flag `u`), as JSON schemas have them.
+"""Regular expressions as JSON schemas use them: ECMA-262's syntax with flag `u`, which counts code points.
 
-Taken are characters, `.`, classes, the escapes `\\d \\w \\s` (of ASCII, as ECMA-262 says; `\\s` has its spaces) and
-their negations, `\\t \\n \\r \\f \\v \\0 \\cX \\xHH \\uHHHH \\u{H}`, groups with or without a name, `|`, the counts
-`* + ? {n} {n,} {n,m}` (a `?` behind one changes nothing: the language is the same), the anchors `^ $` and Python's
-`\\A \\Z \\z`, and looks ahead from the beginning of the text. Refused by name are other looks, backreferences, `\\b`
-and `\\p`.
+Supported are characters, `.`, classes, the escapes `\\d \\w \\s` (ASCII only, as in ECMA-262, except that `\\s` has all
+its spaces) and their negations, `\\t \\n \\r \\f \\v \\0 \\cX \\xHH \\uHHHH \\u{H}`, groups with or without a name,
+`|`, the counts `* + ? {n} {n,} {n,m}` (a `?` after a count is ignored, since it does not change what matches), the
+anchors `^ $` and Python's `\\A \\Z \\z`, and lookaheads at the beginning of the text. Other lookaheads and
+lookbehinds, backreferences, `\\b` and `\\p` raise an error that names them.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Ranges: TypeAlias = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Chars:
-    """A node of an expression: one character of a set.
+    """Node of a regular expression's syntax tree: matches one character out of a set.
 
     Attributes:
-        ranges: (first, last) code points of its ranges, sorted.
+        ranges: (first, last) code points of each range of characters, both included; sorted.
     """
 
     ranges: Ranges
@@ -38,25 +38,25 @@ class Chars:
 
 @dataclass(frozen=True)
 class Seq:
-    """A node of an expression: parts, one after the other; without parts the empty text."""
+    """Node of a regular expression's syntax tree: parts that follow each other; without parts, the empty text."""
 
     parts: tuple[Node, ...] = ()
 
 
 @dataclass(frozen=True)
 class Alt:
-    """A node of an expression: one of some alternatives; without alternatives it matches nothing."""
+    """Node of a regular expression's syntax tree: one of several alternatives; without any, it matches nothing."""
 
     parts: tuple[Node, ...] = ()
 
 
 @dataclass(frozen=True)
 class Repeat:
-    """A node of an expression: a part that comes several times.
+    """Node of a regular expression's syntax tree: a part that is repeated.
 
     Attributes:
-        part: what is repeated.
-        least, most: how often; None: there is no most.
+        part: the repeated part.
+        least, most: fewest and most repetitions; if `most` is None, there is no upper limit.
     """
 
     part: Node
@@ -66,35 +66,41 @@ class Repeat:
 
 @dataclass(frozen=True)
 class And:
-    """A node: texts that all of some parts match. A pattern has none; it comes from looks and from schemas."""
+    """Syntax-tree node that matches the texts that all of its parts match.
+
+    Patterns have no syntax for it; it is made from lookaheads and JSON schemas.
+    """
 
     parts: tuple[Node, ...]
 
 
 @dataclass(frozen=True)
 class Not:
-    """A node: all texts that a part does not match. A pattern has none; it comes from looks and from schemas."""
+    """Syntax-tree node that matches all texts that its part does not match.
+
+    Patterns have no syntax for it; it is made from lookaheads and JSON schemas.
+    """
 
     part: Node
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A node: the texts of another rule, by its name; in grammars alone, not in patterns."""
+    """Syntax-tree node that refers to a grammar rule by its name; it occurs in grammars only, not in patterns."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Anchor:
-    """A node of a pattern: the beginning (`^`) or the end (`$`) of the text."""
+    """Syntax-tree node of a pattern: the beginning (`^`) or the end (`$`) of the text."""
 
     start: bool
 
 
 @dataclass(frozen=True)
 class Look:
-    """A node of a pattern: a check, without reading on, that what follows matches, `(?=...)`, or not, `(?!...)`."""
+    """Syntax-tree node of a pattern: a lookahead, positive `(?=...)` or negative `(?!...)`."""
 
     part: Node
     positive: bool
@@ -106,10 +112,10 @@ EMPTY = Seq()
 
 
 def united(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Ranges of code points, sorted and joined where they meet, without surrogates, which are no characters.
+    """Merge ranges of code points: sorted, joined if they touch, without surrogates (which are no characters).
 
     Args:
-        ranges: (first, last) code points, in any order.
+        ranges: (first, last) code points of each range, both included, in any order.
     """
     parts: list[tuple[int, int]] = []
     for low, high in sorted(ranges):
@@ -124,7 +130,7 @@ def united(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def inverted(ranges: Ranges) -> Ranges:
-    """The ranges of all characters that are not in these ranges."""
+    """Ranges of code points, both ends included, that cover all characters which the given ranges do not cover."""
     bounds = [-1, *(bound for part in united(ranges) for bound in part), LAST + 1]
     return united((bounds[at] + 1, bounds[at + 1] - 1) for at in range(0, len(bounds), 2))
 
@@ -144,30 +150,32 @@ ANYTHING = Repeat(ANY, 0, None)
 
 
 def literal(text: str) -> Node:
-    """The expression that matches one given text alone."""
+    """Make the syntax tree that matches one given text and nothing else."""
     return Seq(tuple(Chars(((ord(each), ord(each)),)) for each in text))
 
 
 def whole(pattern: str) -> Node:
-    """The expression of the texts that a pattern matches from their beginning to their end.
+    """Parse a pattern into the syntax tree that matches a text if the pattern matches the whole text.
 
     Args:
-        pattern: a regular expression, in the syntax above.
+        pattern: a regular expression, see `lp.sampling.regex_syntax` for the syntax.
 
     Raises:
-        ValueError: what is not taken, and where.
+        ValueError: the pattern has an error or unsupported syntax; the message says where.
     """
     return _language(_Parser(pattern).parse(), ends_are_open=False)
 
 
 def found(pattern: str) -> Node:
-    """The expression of the texts in which a pattern matches anywhere, as `pattern` in a JSON schema does.
+    """Parse a pattern into the syntax tree that matches a text if the pattern matches anywhere in it.
+
+    JSON schemas use `pattern` in this way.
 
     Args:
-        pattern: a regular expression, in the syntax above.
+        pattern: a regular expression, see `lp.sampling.regex_syntax` for the syntax.
 
     Raises:
-        ValueError: what is not taken, and where.
+        ValueError: the pattern has an error or unsupported syntax; the message says where.
     """
     return _language(_Parser(pattern).parse(), ends_are_open=True)
 
@@ -192,10 +200,10 @@ def takes_nothing(node: Node) -> bool:
 
 
 class Reader:
-    """Base of the readers of patterns and of EBNF, which have groups and alternatives in common.
+    """Base class of the parsers for regular expressions and EBNF; it parses groups and alternatives, which both have.
 
     Args:
-        text: what is read, character by character.
+        text: the text to parse.
     """
 
     def __init__(self, text: str) -> None:
@@ -482,12 +490,12 @@ def _joined(one: _Way, other: _Way) -> _Way | None:
 
 
 def terminal(node: Node, char: Callable[[Ranges], str]) -> str:
-    """An expression as the right side of a Lark terminal, such as '/[a-z]{1,}/'.
+    """Write a syntax tree as the right side of a Lark terminal, such as '/[a-z]{1,}/'.
 
     Args:
-        node: the expression, without anchors and looks.
-        char: writes a set of characters as a regular expression of Rust's crate: `raw`, or `in_json` within JSON
-            strings.
+        node: the syntax tree, without anchors and lookaheads.
+        char: function that writes a set of characters in the syntax of Rust's crate `regex`: `raw`, or `in_json` if the
+            terminal matches JSON strings.
     """
     match node:
         case And(parts):
@@ -513,11 +521,11 @@ def _is_plain(node: Node) -> bool:
 
 
 def expression(node: Node, char: Callable[[Ranges], str]) -> str:
-    """An expression as a regular expression in the syntax of Rust's crate.
+    """Write a syntax tree as a regular expression in the syntax of Rust's crate `regex`.
 
     Args:
-        node: the expression, of Chars, Seq, Alt and Repeat alone.
-        char: writes a set of characters: `raw`, or `in_json` within JSON strings.
+        node: the syntax tree, with nodes of types Chars, Seq, Alt and Repeat only.
+        char: function that writes a set of characters: `raw`, or `in_json` if the expression matches JSON strings.
     """
     match node:
         case Chars(ranges):
@@ -536,7 +544,7 @@ NOTHING = r"[^\x{0}-\x{10ffff}]"  # matches no character
 
 
 def raw(ranges: Ranges) -> str:
-    """A set of characters as a regular expression of Rust's crate, such as "[a-z]"."""
+    """Write a set of characters as a regular expression of Rust's crate `regex`, such as "[a-z]"."""
     if not ranges:
         return NOTHING
     if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
@@ -554,7 +562,10 @@ SHORT = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 92: "\\\\"}
 
 @lru_cache(maxsize=4096)
 def in_json(ranges: Ranges) -> str:
-    """A set of characters as written in JSON strings: ASCII as json.dumps does, others as they are or by \\u."""
+    """Write a regular expression that matches the characters of a set in all forms that lp allows in JSON strings.
+
+    ASCII characters are written as json.dumps writes them, other characters directly or as \\u escapes.
+    """
     if not ranges:
         return NOTHING
     ways: list[str] = []
@@ -595,10 +606,11 @@ def _digit_class(low: int, high: int) -> str:
 
 
 def hex_range(low: str, high: str) -> list[str]:
-    """Regular expressions that together match the hexadecimal numbers of a range, in either case.
+    """Regular expressions that together match the hexadecimal numbers of a range, in lower and upper case.
 
     Args:
-        low, high: the first and the last number, as texts with equally many digits, such as "d800" and "dbff".
+        low, high: the first and the last number of the range, as strings with equally many digits, such as "d800" and
+            "dbff".
     """
     if not low:
         return [""]
@@ -640,12 +652,15 @@ def _pairs(low: int, high: int) -> list[str]:
 
 
 def lengths(node: Node) -> tuple[int, int | None]:
-    """The fewest and the most characters of a text that an expression without anchors matches.
+    """The fewest and the most characters of a text that an expression matches.
 
-    And, Not and Rule are not looked into in full: the fewest may be too few, and the most is None.
+    If the expression has And, Not or Rule nodes, the fewest may be too low, and the most is None.
+
+    Args:
+        node: the expression's syntax tree, without anchors.
 
     Returns:
-        (fewest, most); None: there is no most.
+        (fewest, most); if most is None, there is no upper limit.
     """
     match node:
         case Chars():
@@ -667,7 +682,7 @@ def lengths(node: Node) -> tuple[int, int | None]:
 
 
 def names(node: Node) -> set[str]:
-    """Names of the rules that an expression refers to, as the body of a grammar's rule does."""
+    """Names of the grammar rules that a rule's body refers to."""
     match node:
         case Rule(name):
             return {name}
@@ -679,5 +694,5 @@ def names(node: Node) -> set[str]:
 
 
 def joined(parts: Sequence[Node]) -> Node:
-    """The expression of parts that come one after the other: the part itself if there is only one."""
+    """Join parts that follow each other into one syntax-tree node; a single part is returned as it is."""
     return parts[0] if len(parts) == 1 else Seq(tuple(parts))

@@ -1,9 +1,11 @@
-"""Samplers: the token of every node of a step, from its processed logits.
+"""Samplers: choose the token of every node of a decode step from its processed logits.
 
-Every sampler gives a node the model's own distribution given the node's prefix, so one walk verifies them all:
+Every sampler draws a node's token from the model's own distribution, given the node's prefix, so one walk verifies them
+all:
 - greedy: argmax;
-- coupled: argmax under the noise of the position, so that the token is a function of prefix and seed;
-- rejection: the paper's Algorithm 4; draft tokens are accepted or zeroed one by one, then one is drawn from the rest.
+- coupled: argmax with the position's noise added, so that the token is a function of prefix and seed;
+- rejection: the paper's Algorithm 4. Each draft token is accepted, or its probability is set to zero; if none is
+  accepted, a token is drawn from the rest.
 
 n: nodes, V: vocabulary.
 """
@@ -30,29 +32,29 @@ NOT_FINITE_REMEDY = "load it with dtype=float32 or bfloat16, or check its weight
 
 
 class NotFinite(UserError):
-    """Raised where a model's logits, or the scores made of them, are NaN or infinite.
+    """Raised if a model's logits, or the scores computed from them, are NaN or infinite.
 
     Ranks that share steps raise it together, since each learns it from the other ranks' messages.
     """
 
 
 class Sampler:
-    """Greedy sampling, and the interface of all samplers: the next token of every node of a step, from its logits.
+    """Greedy sampler, and base class of all samplers: chooses the next token of every node of a step from its logits.
 
     Args:
         processors: logits processors of this call, warpers included.
 
     Attributes:
-        uses_drafts: whether a node's token depends on the draft tokens behind it.
-        noise_key: (seed, sequence) of the noise that the text is sampled under; None: there is no noise.
-        full_vocabulary_temperature: the temperature where every token may be sampled; 0 for greedy sampling, or if
-            processors leave tokens out.
-        rules: the processors as `lp.sampling.node_sampling` takes them, which samples nodes of several texts by one
-            call; None: the host takes part in every step, by `scores` and `sample`.
-        noise: noise that the text is sampled under; None: there is none.
-        counts: token counts for the penalties in `rules`; None: there are none.
-        noisy_guesses: sample nodes that verification cannot reach under the noise, too: as the text that they guess
-            will be sampled.
+        uses_drafts: whether a node's sampled token depends on the draft tokens that follow the node.
+        noise_key: (seed, sequence) that the Gumbel noise is made from; None: no noise is used.
+        full_vocabulary_temperature: the temperature, if sampling can give every token of the vocabulary; 0 for greedy
+            sampling, or if processors exclude tokens.
+        rules: the processors in a form with which one call samples nodes of several sequences. None: there is no such
+            form, so the host runs `scores` and `sample` in every step.
+        noise: the Gumbel noise of this sequence; None: no noise is used.
+        counts: token counts that the penalties in `rules` need; None: no penalty needs them.
+        noisy_guesses: whether noise is also added at nodes that verification cannot reach. Such nodes guess n-grams,
+            and with noise they guess the text that will be sampled.
     """
 
     uses_drafts = False
@@ -68,7 +70,7 @@ class Sampler:
 
     @property
     def prefix_free(self) -> bool:
-        """Whether the host need not know the tokens before a node: no processor looks at them, or `rules` does so."""
+        """Whether the host need not know the tokens before a node: no processor or only `rules` looks at them."""
         return self.rules is not None or self.processors.prefix_free
 
     @property
@@ -78,7 +80,10 @@ class Sampler:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Sampling settings by name, which ranks compare before a call; each rank has its own rejection seed."""
+        """Sampling settings by name, which ranks compare before a call to check that they are equal.
+
+        Seeds of rejection sampling are left out, since each rank has its own.
+        """
         seed, sequence = self.noise_key or (None, None)
         return {
             "sampling": type(self).__name__,
@@ -90,13 +95,16 @@ class Sampler:
     def scores(
         self, logits: torch.Tensor, branches: Sequence[Sequence[int] | None], text: Sequence[int]
     ) -> torch.Tensor:
-        """Logits of the nodes behind the processors, before any noise or draw: (n, V).
+        """Apply the logits processors to the logits of nodes, before noise is added or a token is drawn.
 
         Args:
-            logits: (n, V).
-            branches: tokens of every node behind the last one of `text`, up to and with the node itself; None for
-                a node that verification cannot reach.
+            logits: (n, V), a row for each of n nodes, a column for each token of the vocabulary.
+            branches: a list for each node, with the tokens after `text` up to and including the node; None if
+                verification cannot reach the node.
             text: token ids of the prompt and of the generated tokens.
+
+        Returns:
+            Scores (n, V).
         """
         return self.processors(logits, branches, text)
 
@@ -107,43 +115,43 @@ class Sampler:
         branches: Sequence[Sequence[int] | None],
         drafts: Sequence[Sequence[int]],
     ) -> torch.Tensor:
-        """Sampled token of every node, int64 (n,); INVALID_TOKEN where its scores are NaN or infinite.
+        """Sample a token for every node, int64 (n,); INVALID_TOKEN if a node's scores are NaN or infinite.
 
         Args:
-            scores: (n, V), as `scores` gave them.
-            positions: absolute position of each node; the sampled token is for the position behind it.
-            branches: see `scores`; None for a node that verification cannot reach.
-            drafts: draft tokens behind every node, in the order in which they are tried; may be empty unless
-                `uses_drafts`.
+            scores: (n, V), a row for each of n nodes, as the method `scores` returns them.
+            positions: absolute position of each node; its sampled token is for the next position.
+            branches: see `scores`; None if verification cannot reach the node.
+            drafts: a list for each node, with the draft tokens that may follow it, in the order in which they are
+                tried. It may be empty unless `uses_drafts`.
         """
         return finite_argmax(scores)
 
     def sample_last(self, logits: torch.Tensor, text: Sequence[int]) -> int:
-        """The next token of a text, where a pass gave the logits of its last token alone, as a prefill does.
+        """Sample a sequence's next token from the logits of its last token, such as after a prefill.
 
         Args:
-            logits: (1, V).
+            logits: (1, V), V being the size of the vocabulary.
             text: token ids of the prompt and of the generated tokens.
         """
         scores = self.scores(logits, [[]], text)
         return int(self.sample(scores, [len(text) - 1], [[]], [[]]))
 
     def record(self, nodes: Sequence[int], sampled_at: Sequence[int]) -> None:
-        """Called after the verification of every step, for samplers that keep log probabilities of accepted tokens.
+        """Hook that runs after each step's verification, for samplers that keep log probabilities of accepted tokens.
 
         Args:
-            nodes: the nodes that were sampled in this step, in the order of `scores`.
-            sampled_at: nodes whose sampled tokens are the text's next tokens, in order.
+            nodes: the nodes that were sampled in this step, in the order of the rows of `scores`.
+            sampled_at: the nodes among these whose sampled tokens are the sequence's next tokens, in order.
         """
 
 
 class CoupledSampler(Sampler):
-    """Samples by argmax(scores + noise of the position): one seed gives one text, whatever is drafted.
+    """Samples the argmax of scores plus the position's noise: one seed gives one text, whatever the draft tokens are.
 
     Args:
         processors: logits processors of this call, warpers included.
-        noise: noise of this sequence's positions.
-        noisy_guesses: sample nodes that verification cannot reach under the noise, too.
+        noise: Gumbel noise at the positions of this sequence.
+        noisy_guesses: whether noise is also added at nodes that verification cannot reach.
     """
 
     noise: NoiseCache
@@ -169,11 +177,11 @@ class CoupledSampler(Sampler):
 
 
 class RejectionSampler(Sampler):
-    """Samples by the paper's Algorithm 4: the text equals that of plain sampling in distribution, not token by token.
+    """Samples by the paper's Algorithm 4: the text equals plain sampling in distribution, not token by token.
 
     Args:
         processors: logits processors of this call, warpers included.
-        generator: random numbers of this rank.
+        generator: this rank's random number generator.
     """
 
     uses_drafts = True
@@ -212,21 +220,21 @@ def build_sampler(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Sampler:
-    """The sampler for one sequence of a call.
+    """Build the sampler for one sequence of a call.
 
     Args:
-        sampling: None is greedy. A seed must be set unless it is greedy.
+        sampling: the sequence's sampling parameters, with a seed unless decoding is greedy. None: greedy decoding.
         processors: the caller's logits processors, applied before the warpers of `sampling`.
         padding: token ids of the prompt's left padding, which processors see and the model does not.
         sequence: index of the sequence in the batch.
-        rank: this rank, for rejection sampling, where each rank draws by itself.
-        span: how many positions a step may span.
-        noisy_guesses: see `CoupledSampler`.
-        vocabulary: V, how many tokens the LM head has.
+        rank: this rank's number; in rejection sampling each rank draws from its own generator.
+        span: most positions that one step may span.
+        noisy_guesses: whether noise is also added at nodes that verification cannot reach; see `Sampler`.
+        vocabulary: V, the number of tokens that the LM head scores.
         dtype, device: dtype and device of the logits.
 
     Raises:
-        ValueError: a processor that can't be used branch by branch.
+        ValueError: a processor can't be applied branch by branch.
     """
     own = sampling.processors() if sampling else []
     applied = [*processors, *own]
@@ -249,15 +257,17 @@ def build_sampler(
 
 
 def accept_or_resample(probabilities: torch.Tensor, drafts: Sequence[int], generator: torch.Generator) -> int:
-    """Accept one of a node's draft tokens, or draw another token: the paper's Algorithm 4 for drafts of probability 1.
+    """Accept one of a node's draft tokens, or draw another token, by the paper's Algorithm 4.
+
+    Draft tokens count as proposed with probability 1.
 
     Args:
-        probabilities: (V,) float64 on the CPU, of the token behind the node; changed.
-        drafts: the different draft tokens behind the node, tried in order.
-        generator: gives the uniform draws.
+        probabilities: (V,) float64 on the CPU, the probabilities of the token after the node; changed in place.
+        drafts: the draft tokens after the node, all different, in the order in which they are tried.
+        generator: random number generator for the draws.
 
     Returns:
-        The token, distributed as `probabilities`.
+        The token, distributed according to `probabilities`.
     """
     for draft in drafts:
         if draft >= len(probabilities):  # in a prompt: a model may embed more tokens than it can give
@@ -270,16 +280,16 @@ def accept_or_resample(probabilities: torch.Tensor, drafts: Sequence[int], gener
 
 
 def check_sampled(token: int, step: int, position: int, sampler: Sampler) -> None:
-    """Refuse to go on with a token whose scores were NaN or infinite.
+    """Stop with an error if a token was sampled from scores that were NaN or infinite.
 
     Args:
-        token: sampled token; INVALID_TOKEN is refused.
+        token: the sampled token; INVALID_TOKEN raises the error.
         step: number of the decode step, for the message.
         position: absolute position of the node, for the message.
-        sampler: the request's sampler; the message names processors that may be at fault.
+        sampler: the request's sampler; the message names its processors that may be at fault.
 
     Raises:
-        NotFinite: the decode step, the position, and the remedy.
+        NotFinite: the message has the decode step, the position and the remedy.
     """
     if token != INVALID_TOKEN:
         return

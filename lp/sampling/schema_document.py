@@ -1,5 +1,6 @@
-"""A JSON schema as a document: its parts by JSON pointer, such as "#/properties/age", and the targets of its
-references.
+"""A JSON schema as a document whose parts are addressed by JSON pointers, such as "#/properties/age".
+
+It also finds the parts that references lead to.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ MOST_DIGITS = 400  # of a number, and its largest exponent: floats end at 1e308
 
 
 class Written(Decimal):
-    """A number with decimals or an exponent, exactly, and as the schema writes it.
+    """A number with decimals or an exponent: its exact value, and its text in the schema.
 
     Attributes:
-        text: the number as it was written, such as "1.50".
+        text: the number as the schema writes it, such as "1.50".
     """
 
     text: str
@@ -48,11 +49,11 @@ class Written(Decimal):
 
 
 class UnplacedError(UserError):
-    """A refusal of a keyword, raised where its place in the schema is not known; a caller adds the place by `at`.
+    """Refusal of a keyword, raised where the keyword's place in the schema is unknown; a caller adds it with `at`.
 
     Args:
-        what: the keyword, or kind of value, that is refused.
-        why: the reason, and what to do.
+        what: the keyword, or the kind of value, that is refused.
+        why: the reason, and what the user can do.
     """
 
     def __init__(self, what: str, why: str) -> None:
@@ -64,23 +65,23 @@ class UnplacedError(UserError):
         return f"{self.what} {self.why}"
 
     def at(self, *places: str) -> UserError:
-        """The refusal for the user, which names the places of the keyword.
+        """Make the error for the user, whose message names the keyword's places in the schema.
 
         Args:
-            places: JSON pointers of the parts that the keyword comes from.
+            places: JSON pointers to the parts of the schema that the keyword comes from.
         """
         return UserError(f"{self.what} at {' and '.join(places)} {self.why}")
 
 
 class Document:
-    """A JSON schema, whose parts and references are looked up by JSON pointer.
+    """A JSON schema whose parts and references are looked up by JSON pointer, such as "#/properties/age".
 
     Args:
-        text: the schema, as JSON.
+        text: the schema as JSON text.
 
     Attributes:
-        root: the schema, as Python data.
-        dynamic: JSON pointers of the parts with a $dynamicAnchor, by its name.
+        root: the whole schema as Python data.
+        dynamic: JSON pointers to the parts that have a $dynamicAnchor, by the anchor's name.
 
     Raises:
         ValueError: the text is no JSON, or no schema.
@@ -105,10 +106,10 @@ class Document:
             raise UserError(f"$schema at # is {declared!r}, whose keywords are not known; leave it out")
 
     def at(self, pointer: str) -> Any:
-        """The part of the schema at a JSON pointer, as Python data.
+        """Get the part of the schema at a JSON pointer, as Python data.
 
         Raises:
-            ValueError: there is none.
+            ValueError: the schema has no such part.
         """
         part = self.root
         for step in pointer.split("/")[1:]:
@@ -122,14 +123,14 @@ class Document:
         return part
 
     def target(self, pointer: str, reference: str) -> str:
-        """The JSON pointer of the part that a reference leads to.
+        """Find the part of the schema that a reference leads to; returns its JSON pointer.
 
         Args:
-            pointer: JSON pointer of the part that has the reference.
-            reference: value of its $ref: a URI, a fragment, or both.
+            pointer: JSON pointer to the part that contains the reference.
+            reference: value of the part's $ref: a URI, a fragment, or both.
 
         Raises:
-            ValueError: the reference leads out of the document, or nowhere.
+            ValueError: the reference leads out of the document, or to a part that does not exist.
         """
         base = self._base(pointer)
         uri, fragment = urldefrag(urljoin(base, reference))
@@ -173,10 +174,13 @@ class Document:
 
 
 def inner_schemas(part: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """(steps to it, schema) of every schema that is directly within another one, as under `items` or `properties`.
+    """Iterate over the schemas directly within another one, such as those under `items` or `properties`.
 
     Args:
         part: the outer schema.
+
+    Yields:
+        (path to the inner schema within the outer one, such as "properties/age"; the inner schema).
     """
     for name in ONE:
         if isinstance(inner := part.get(name), Mapping | bool):
@@ -208,12 +212,12 @@ def _check_parts(part: Any) -> None:
 
 
 def escaped(name: str) -> str:
-    """A property's name as a step of a JSON pointer: "a/b" becomes "a~1b"."""
+    """Escape a property's name for use in a JSON pointer: "a/b" becomes "a~1b"."""
     return name.replace("~", "~0").replace("/", "~1")
 
 
 def unescaped(step: str) -> str:
-    """The name that a step of a JSON pointer stands for: "a~1b" becomes "a/b"."""
+    """Undo the escapes in one step of a JSON pointer: "a~1b" becomes "a/b"."""
     return step.replace("~1", "/").replace("~0", "~")
 
 

@@ -1,6 +1,7 @@
-"""The formats of JSON schemas that are enforced, as regular expressions; the standard's other formats are refused.
+"""Regular expressions for those values of the JSON-schema keyword `format` that are enforced, such as "date".
 
-A format that the standard does not have, such as pydantic's `path`, is a remark to the reader, as the standard says.
+The standard's other formats are refused. A format that the standard does not know, such as pydantic's `path`, is
+ignored, as the standard allows.
 """
 
 from __future__ import annotations
@@ -73,5 +74,9 @@ REFUSED = (
 
 @cache
 def format_language(name: str) -> Node:
-    """The expression that matches the strings of an enforced `format` of JSON schemas, such as "date"."""
+    """Get the regular expression, as a syntax tree, that matches the strings of a `format`, such as "date".
+
+    Args:
+        name: a format that is enforced.
+    """
     return whole(ENFORCED[name])

@@ -1,7 +1,7 @@
-"""The JSON values that a schema allows as a union of forms, one or more for each type; forms can be intersected.
+"""The JSON values that a schema allows, as a union of forms, such as numbers in a range; forms can be intersected.
 
-A demand is a set of places in the schema: a value must follow the schema at each of them. Demands on the inside of a
-value are looked at only when they are needed, so that schemas may refer to themselves.
+A demand is a set of places in the schema; a value must follow the schema at all of them. Demands on the items of a list
+or on the properties of an object are expanded only when they are needed, so schemas may refer to themselves.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ TYPES = ("null", "boolean", "number", "string", "array", "object")
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """A part of a schema that a value must follow.
+    """A part of a schema that a value must follow, or must not follow.
 
     Attributes:
-        pointer: JSON pointer of the part, such as "#/properties/age".
-        negated: the value must not follow it.
+        pointer: JSON pointer to the part, such as "#/properties/age".
+        negated: whether the value must not follow the part.
     """
 
     pointer: str
@@ -38,12 +38,12 @@ NOTHING: Demand = frozenset({Place("nothing")})  # which no value follows
 
 @dataclass(frozen=True)
 class Value:
-    """The form of one given value, as `const`, `enum`, null and booleans have it.
+    """A form (a set of JSON values of one type) with a single value: from `const` or `enum`, or null, true or false.
 
     Attributes:
-        text: tells values apart as they are written; forms are compared by it.
+        text: the value as text; two such forms are equal if their texts are, so 1 and 1.0 differ.
         value: the value itself, as Python data.
-        as_given: write a number only as the schema has it; else 1 may be written as 1.0.
+        as_given: whether a number may be written only as in the schema; otherwise 1 may also be written as 1.0.
     """
 
     text: str
@@ -53,16 +53,16 @@ class Value:
 
 @dataclass(frozen=True)
 class Number:
-    """The form of the numbers in a range.
+    """A form (a set of JSON values of one type) with all numbers in a range.
 
     Attributes:
-        integer: only integers.
-        low: every number is at least this.
-        above: every number is more than this.
-        high: every number is at most this.
-        below: every number is less than this.
-        multiples: every number is a multiple of each of these.
-        places: parts of the schema that say so, for messages.
+        integer: whether only integers are allowed.
+        low: inclusive lower bound.
+        above: exclusive lower bound.
+        high: inclusive upper bound.
+        below: exclusive upper bound.
+        multiples: every number must be a multiple of each of these.
+        places: JSON pointers to the parts of the schema that the form comes from, for messages.
     """
 
     integer: bool = False
@@ -74,7 +74,7 @@ class Number:
     places: Places = field(default=(), compare=False)
 
     def joined(self, other: Number) -> Number | None:
-        """The numbers that are in both ranges; None if there are none."""
+        """Intersect this range with another one; None if no number is in both."""
         made = Number(
             self.integer or other.integer,
             _largest(self.low, other.low),
@@ -105,12 +105,12 @@ class Number:
 
 @dataclass(frozen=True)
 class Text:
-    """The form of strings of some length that all of some expressions match.
+    """A form (a set of JSON values of one type) with all strings of allowed lengths that match several expressions.
 
     Attributes:
-        least, most: bounds of their length in characters; None: there is none.
-        languages: expressions, each of which matches the whole string.
-        places: parts of the schema that say so, for messages.
+        least, most: fewest and most characters; if `most` is None, there is no upper bound.
+        languages: syntax trees of regular expressions, each of which must match the whole string.
+        places: JSON pointers to the parts of the schema that the form comes from, for messages.
     """
 
     least: int = 0
@@ -119,7 +119,7 @@ class Text:
     places: Places = field(default=(), compare=False)
 
     def joined(self, other: Text) -> Text | None:
-        """The strings that are of both forms; None if the bounds of their lengths exclude each other."""
+        """Intersect this form with another form of strings; None if no length is within the bounds of both."""
         least, most = max(self.least, other.least), _least(self.most, other.most)
         if most is not None and least > most:
             return None
@@ -129,12 +129,14 @@ class Text:
 
 @dataclass(frozen=True)
 class Contained:
-    """How many items of a list follow a demand, as `contains` with `minContains` and `maxContains` says.
+    """How many items of a list must follow a demand, from `contains`, `minContains` and `maxContains`.
+
+    A demand is a set of places in the schema that a value must follow.
 
     Attributes:
-        demand: what these items follow.
-        others: what all other items follow.
-        least, most: bounds of their number; None: there is none.
+        demand: the demand that these items must follow.
+        others: the demand that all other items must follow.
+        least, most: fewest and most items that follow `demand`; if `most` is None, there is no upper bound.
     """
 
     demand: Demand
@@ -145,15 +147,17 @@ class Contained:
 
 @dataclass(frozen=True)
 class List:
-    """The form of lists whose items follow demands.
+    """A form (a set of JSON values of one type) with all lists whose items follow demands.
+
+    A demand is a set of places in the schema that a value must follow.
 
     Attributes:
-        first: the demand on each of the first items (`prefixItems`).
-        rest: the demand on every other item (`items`).
-        least, most: bounds of the number of items; None: there is none.
-        unique: JSON pointer of the part with `uniqueItems`; "" if items may come twice.
-        contained: what `contains` says.
-        places: parts of the schema that say something of such a list, for messages.
+        first: a demand for each of the first items, from `prefixItems`.
+        rest: the demand for every further item, from `items`.
+        least, most: fewest and most items; if `most` is None, there is no upper bound.
+        unique: JSON pointer to the part with `uniqueItems`; "" if equal items are allowed.
+        contained: how many items must follow further demands, from `contains`.
+        places: JSON pointers to the parts of the schema that the form comes from, for messages.
     """
 
     first: tuple[Demand, ...] = ()
@@ -165,11 +169,11 @@ class List:
     places: Places = field(default=(), compare=False)
 
     def item(self, index: int) -> Demand:
-        """The demand on the item at an index: the places in the schema that it must follow."""
+        """The demand on the item at an index (from 0): the set of places in the schema that the item must follow."""
         return self.first[index] if index < len(self.first) else self.rest
 
     def joined(self, other: List) -> List | None:
-        """The lists that are of both forms; None if the bounds of their lengths exclude each other."""
+        """Intersect this form with another form of lists; None if no length is within the bounds of both."""
         least, most = max(self.least, other.least), _least(self.most, other.most)
         if most is not None and least > most:
             return None
@@ -182,12 +186,14 @@ class List:
 
 @dataclass(frozen=True)
 class Layer:
-    """What one part of a schema says of an object's properties.
+    """The demands that one part of a schema makes on an object's properties.
+
+    A demand is a set of places in the schema that a property's value must follow.
 
     Attributes:
-        named: (name, demand on its value), as in `properties`.
-        patterns: (pattern, demand on the value of every property whose name it matches), as in `patternProperties`.
-        rest: demand on the values of all other properties (`additionalProperties`).
+        named: (property's name, demand on its value), from `properties`.
+        patterns: (pattern, demand on the values of all properties whose names it matches), from `patternProperties`.
+        rest: demand on the values of all other properties, from `additionalProperties`.
     """
 
     named: tuple[tuple[str, Demand], ...] = ()
@@ -197,14 +203,16 @@ class Layer:
 
 @dataclass(frozen=True)
 class Object:
-    """The form of objects whose properties follow demands.
+    """A form (a set of JSON values of one type) with all objects whose properties follow demands.
+
+    A demand is a set of places in the schema that a value must follow.
 
     Attributes:
-        layers: what parts of the schema say of properties; each property follows all of them.
-        required: names of properties that must be there.
-        least, most: bounds of the number of properties; None: there is none.
-        names: demand on every name (`propertyNames`).
-        places: parts of the schema that say something of such an object, for messages.
+        layers: demands on properties, from several parts of the schema; each property must follow all of them.
+        required: names of properties that must be present.
+        least, most: fewest and most properties; if `most` is None, there is no upper bound.
+        names: demand on the name of every property, from `propertyNames`.
+        places: JSON pointers to the parts of the schema that the form comes from, for messages.
     """
 
     layers: tuple[Layer, ...] = ()
@@ -215,7 +223,7 @@ class Object:
     places: Places = field(default=(), compare=False)
 
     def joined(self, other: Object) -> Object | None:
-        """The objects that are of both forms; None if the bounds of their numbers of properties exclude each other."""
+        """Intersect this form with another form of objects; None if no number of properties is within both bounds."""
         least, most = max(self.least, other.least), _least(self.most, other.most)
         required = tuple(dict.fromkeys(self.required + other.required))
         if most is not None and max(least, len(required)) > most:
@@ -240,19 +248,19 @@ FORMS: dict[str, Union] = {
 
 
 def all_forms(types: Iterable[str] = TYPES) -> Union:
-    """The union of all JSON values of these types, such as ["string", "null"]."""
+    """The union of forms (sets of JSON values) that has all values of the given types, such as ["string", "null"]."""
     return tuple(form for name in types for form in FORMS[name])
 
 
 def type_of(form: Form) -> str:
-    """JSON's name of the type of a form's values: "array" for `List`."""
+    """JSON's name for the type of a form's values, such as "array" for a `List`."""
     if isinstance(form, Value):
         return type_of_value(form.value)
     return {Number: "number", Text: "string", List: "array", Object: "object"}[type(form)]
 
 
 def type_of_value(value: Any) -> str:
-    """JSON's name of a value's type: "null", "boolean", "number", "string", "array" or "object"."""
+    """JSON's name for the type of a value: "null", "boolean", "number", "string", "array" or "object"."""
     match value:
         case None:
             return "null"
@@ -268,11 +276,14 @@ def type_of_value(value: Any) -> str:
 
 
 def placed(union: Union, pointer: str) -> Union:
-    """The forms of a union, with a part of the schema noted as the place of each form that has none, for messages.
+    """Set the place in the schema, for messages, of those forms (sets of JSON values) in a union that have none yet.
 
     Args:
         union: the forms.
-        pointer: JSON pointer of the part.
+        pointer: JSON pointer to the part of the schema that the forms come from.
+
+    Returns:
+        The forms, with their places.
     """
     return tuple(form if isinstance(form, Value) or form.places else replace(form, places=(pointer,)) for form in union)
 

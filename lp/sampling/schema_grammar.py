@@ -1,7 +1,8 @@
-"""The grammar of the JSON values that a schema allows: a space behind commas and colons, and no other white space.
+"""Turns a JSON schema into a grammar of the JSON values that it allows, with fixed white space.
 
-Properties come in the order of the schema, and names that it does not list behind them. A number in `enum` or `const`
-is written as there. ASCII in strings is written as json.dumps does, any other character as it is or by \\u.
+There is one space after each comma and colon, and no other white space. Properties come in the schema's order, and
+properties that the schema does not name come after them. A number from `enum` or `const` is written as in the schema.
+In strings, ASCII characters are written as json.dumps writes them, other characters directly or as \\u escapes.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ NEVER = Lexeme("(/a/ & /b/)", 1)  # without a text
 
 
 def schema_to_lark(text: str) -> Lark:
-    """The Lark grammar of the JSON values that a schema allows.
+    """Turn a JSON schema into a Lark grammar of the JSON values that it allows.
 
     Args:
-        text: a JSON schema, as JSON.
+        text: the schema as JSON text.
 
     Raises:
-        ValueError: the text is no schema; a keyword, named with its place, can't be enforced exactly; or no value is
-            allowed.
+        ValueError: the text is no schema; or a keyword, which the message names with its place, can't be enforced
+            exactly; or the schema allows no value.
     """
     document = Document(text)
     rewriting = Rewriting(document)
@@ -386,11 +387,11 @@ def _either(lexemes: Sequence[Any]) -> Part:
 
 
 def string_lexeme(language: Node, length: int) -> Lexeme:
-    """The lexeme of JSON strings with their quotes.
+    """Make the lexeme (a part that llguidance's lexer reads in one piece) for JSON strings, quotes included.
 
     Args:
-        language: expression of the strings' characters, before they are escaped.
-        length: characters of the shortest string.
+        language: syntax tree of a regular expression that matches the strings' characters before they are escaped.
+        length: number of characters of the shortest string, without quotes.
     """
     return Lexeme(rf'"\"" {terminal(language, in_json)} "\""', length + 2)
 
@@ -401,17 +402,22 @@ def _or_never(lexeme: Lexeme) -> Lexeme:
 
 
 def name_lexeme(name: str) -> Lexeme:
-    """The lexeme of one given JSON string with its quotes, such as the name of a property."""
+    """Make the lexeme (a part that llguidance's lexer reads in one piece) for one JSON string.
+
+    Args:
+        name: the string, such as a property's name, without quotes and escapes.
+    """
     return string_lexeme(literal(name), len(name))
 
 
 def constant(value: Any, named: Callable[[Part], Part], as_given: bool = False) -> list[Part]:
-    """The parts of a rule that write one given JSON value, with the grammar's spaces; 1 may also be written as 1.0.
+    """Make the rule parts that write one given JSON value, with the grammar's white space.
 
     Args:
-        value: the value that the schema has.
-        named: makes a rule of a part and returns a reference: an object's orders of properties are then written once.
-        as_given: write a number only as it is given.
+        value: the value as the schema has it.
+        named: function that makes a rule from a part and returns a reference to the rule. It is used for an object, so
+            that the allowed orders of its properties are written only once.
+        as_given: whether a number is written only as in the schema; otherwise 1 may also be written as 1.0.
     """
     match value:
         case str():
@@ -438,13 +444,13 @@ def _with_commas(items: Sequence[Sequence[Part]]) -> list[Part]:
 
 
 def number_lexeme(form: Number) -> Lexeme:
-    """The lexeme of the numbers in a range.
+    """Make the lexeme (a part that llguidance's lexer reads in one piece) for the numbers in a range.
 
     Args:
-        form: the range, with the numbers that they must be multiples of.
+        form: the range, and the numbers that each number must be a multiple of.
 
     Raises:
-        ValueError: no lexeme has exactly these numbers, as with a `multipleOf` of 0.5.
+        ValueError: no lexeme matches exactly these numbers, for example with a `multipleOf` of 0.5.
     """
     low, high = form.low, form.high
     integer = form.integer or any(each.denominator == 1 for each in form.multiples)

@@ -1,8 +1,9 @@
-"""What a JSON schema (draft 2020-12) allows, as a union of forms: one rule for each keyword, all of them exact.
+"""Rewrites a JSON schema (draft 2020-12) as a union of forms, such as numbers in a range; every keyword exactly.
 
-A keyword without `type` says something of one type alone, and lets all others pass: so a schema is a union over the
-types from the beginning. Keywords beside each other, `allOf` and `$ref` are intersections; `anyOf` is a union; `oneOf`,
-`not` and `if` need complements, which most forms have. A keyword that has no exact form is refused, with its place.
+A keyword such as `minimum` limits the values of one type and allows all values of other types. So each schema starts as
+a union over all types. Keywords side by side, `allOf` and `$ref` become intersections; `anyOf` becomes a union;
+`oneOf`, `not` and `if` need complements, which most forms have. A keyword without an exact form is refused, with its
+place.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ class _LoopError(UserError):
 
 
 class Rewriting:
-    """Rewrites one JSON schema as unions of forms, from which a grammar is made.
+    """Rewrites one JSON schema as unions of forms, such as numbers in a range, from which a grammar is made.
+
+    A demand is a set of places in the schema; a value must follow the schema at all of them.
 
     Args:
         document: the schema.
@@ -73,7 +76,10 @@ class Rewriting:
     # --- demands
 
     def demand(self, pointer: str) -> Demand:
-        """The demand that a value follows the schema at a JSON pointer; ANYTHING if that is true, NOTHING if false."""
+        """The demand that a value follows the schema at one JSON pointer; demands are sets of places in the schema.
+
+        It is ANYTHING if the schema there is true or empty, and NOTHING if it is false.
+        """
         part = self.document.at(pointer)
         if part is True or part == {}:
             return ANYTHING
@@ -82,7 +88,7 @@ class Rewriting:
         return frozenset({Place(pointer)})
 
     def inverses(self, demand: Demand) -> list[Demand]:
-        """Demands that together say "not this demand": a value breaks it exactly if it follows one of these.
+        """Negate a demand: a value breaks the demand exactly if it follows at least one of the returned demands.
 
         Args:
             demand: places in the schema, all of which a value must follow.
@@ -92,10 +98,10 @@ class Rewriting:
         return [frozenset({Place(place.pointer, not place.negated)}) for place in sorted(demand)]
 
     def union(self, demand: Demand) -> Union:
-        """The values that follow the schema at all places of a demand, as a union of forms.
+        """The values that follow a demand (a set of places in the schema), as a union of forms, such as number ranges.
 
         Raises:
-            ValueError: a keyword has no exact form; named with its place.
+            ValueError: a keyword has no exact form; the message names its place.
         """
         if demand not in self._unions:
             union = all_forms()
@@ -112,11 +118,11 @@ class Rewriting:
         return self._unions[demand]
 
     def has(self, demand: Demand, value: Any) -> bool:
-        """Whether a JSON value, as Python data, follows the schema at all places of a demand."""
+        """Whether a JSON value, given as Python data, follows the schema at every place in a demand."""
         return any(self.form_has(form, value) for form in self.union(demand))
 
     def form_has(self, form: Form, value: Any) -> bool:
-        """Whether a form, such as numbers of a range, has a JSON value, given as Python data."""
+        """Whether a form, such as numbers in a range, contains a JSON value, given as Python data."""
         if type_of(form) != type_of_value(value):
             return False
         self._count_work()
@@ -146,16 +152,16 @@ class Rewriting:
         return True
 
     def language(self, node: Node) -> Language:
-        """The set of strings that an expression matches, for checks of single strings; made once for each."""
+        """Get the Language that checks which strings an expression matches; it is made once for each expression."""
         if node not in self._languages:
             self._languages[node] = Language(node)
         return self._languages[node]
 
     def property(self, form: Object, name: str) -> Demand:
-        """The demand on an object's property: the places in the schema that its value must follow.
+        """The demand on the value of an object's property: the set of places in the schema that it must follow.
 
         Args:
-            form: objects that have the property.
+            form: the form of the object.
             name: the property's name.
         """
         demand: Demand = ANYTHING
@@ -168,10 +174,10 @@ class Rewriting:
     # --- unions
 
     def both(self, one: Union, other: Union) -> Union:
-        """The intersection of two unions: the values that are in both.
+        """Intersect two unions of forms (sets of JSON values): the result has the values that are in both unions.
 
         Raises:
-            ValueError: it has too many forms.
+            ValueError: the intersection has too many forms.
         """
         if one == all_forms():
             return other
@@ -207,7 +213,7 @@ class Rewriting:
         return first.joined(second)  # type: ignore[arg-type]
 
     def is_never(self, form: Form) -> bool:
-        """Whether a form is known to have no value, and so can be left out; False where this is not known."""
+        """Whether a form (a set of JSON values) is known to be empty, so that it can be left out; False if in doubt."""
         match form:
             case Text(least, most, languages) if len(languages) + (least > 0 or most is not None) > 1:
                 if form not in self._never_texts:
@@ -234,11 +240,11 @@ class Rewriting:
             self._never_open.remove(demand)
 
     def complement(self, union: Union, pointer: str) -> Union:
-        """The union of all JSON values that are not in a union.
+        """Complement a union of forms (sets of JSON values): the result has all JSON values that are not in the union.
 
         Args:
             union: the forms.
-            pointer: JSON pointer of the part that they come from, for messages.
+            pointer: JSON pointer to the part of the schema that the forms come from, for messages.
 
         Raises:
             ValueError: a form has no exact complement.
@@ -337,19 +343,24 @@ class Rewriting:
         return union
 
     def where(self, form: Form, keyword: str) -> Sequence[str]:
-        """JSON pointers for a message about a keyword: the form's places that have it, or all if none has."""
+        """JSON pointers that a message about a keyword names: the form's places that have the keyword, or else all.
+
+        Args:
+            form: the form, whose `places` are the parts of the schema that it comes from.
+            keyword: the keyword that the message is about.
+        """
         places = () if isinstance(form, Value) else form.places
         return [each for each in places if keyword in self.document.at(each)] or places
 
     def schemas(self, pointer: str, keyword: str) -> list[str]:
-        """JSON pointers of the schemas in a keyword's list, such as "#/allOf/0".
+        """JSON pointers to the schemas in a keyword's list, such as "#/allOf/0" for the first schema in `allOf`.
 
         Args:
-            pointer: JSON pointer of the part that has the keyword.
-            keyword: such as "allOf".
+            pointer: JSON pointer to the part that has the keyword.
+            keyword: a keyword whose value is a list of schemas, such as "allOf".
 
         Raises:
-            ValueError: its value is no list.
+            ValueError: the keyword's value is no list.
         """
         given = self.document.at(f"{pointer}/{keyword}")
         if not isinstance(given, list):
@@ -357,12 +368,16 @@ class Rewriting:
         return [f"{pointer}/{keyword}/{index}" for index in range(len(given))]
 
     def at(self, pointer: str) -> Union:
-        """The union of the values that the schema at a JSON pointer allows."""
+        """The values that the schema at a JSON pointer allows, as a union of forms, such as number ranges."""
         return self.union(frozenset({Place(pointer)}))
 
 
 def text_language(form: Text) -> Node:
-    """The expression of the strings of a form: within its bounds of length, and matched by all its expressions."""
+    """Make the regular expression, as a syntax tree, that matches exactly the strings of a form.
+
+    Args:
+        form: a set of strings, given by bounds on their length and by expressions that they must match.
+    """
     return And((Repeat(ANY, form.least, form.most), *form.languages))
 
 
@@ -668,12 +683,12 @@ RULES: dict[str, Rule] = {
 
 
 def value_form(value: Any) -> Value:
-    """The form of one JSON value, as a schema gives it in `const` or `enum`."""
+    """Make the form that contains one JSON value, given by `const` or `enum` in a schema."""
     return Value(canonical(value), value)
 
 
 def canonical(value: Any) -> str:
-    """A text that is equal for values that are written alike, and other for 1 and 1.0: forms are compared by it."""
+    """Write a JSON value as a text by which `Value` forms are compared; 1 and 1.0 have different texts."""
     match value:
         case None | bool():
             return str(value)
@@ -687,12 +702,12 @@ def canonical(value: Any) -> str:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two JSON values are equal: 1 is 1.0, but true is not 1."""
+    """Whether two JSON values are equal as JSON schemas compare them: 1 equals 1.0, but true does not equal 1."""
     return bool(comparable(one) == comparable(other))
 
 
 def comparable(value: Any) -> Any:
-    """A hashable key of a JSON value, equal for equal values: for 1 and 1.0, but not for true and 1."""
+    """Make a hashable key for a JSON value; equal values have equal keys, such as 1 and 1.0, but not true and 1."""
     match value:
         case list():
             return "array", tuple(map(comparable, value))

@@ -1,4 +1,4 @@
-"""Logits and scores of generated tokens, as transformers' `output_logits` and `output_scores` return them.
+"""Records logits and scores of generated tokens, for transformers' `output_logits` and `output_scores`.
 
 V: vocabulary.
 """
@@ -13,14 +13,14 @@ from lp.sampling.sampler import Sampler
 
 
 class RecordingSampler(Sampler):
-    """Samples as another sampler does, and records logits, scores, or both, of the tokens that the text accepts.
+    """Wraps a sampler, and records logits, scores, or both, of the tokens that are generated with it.
 
-    Scores are the logits behind the processors and warpers, without noise, as in transformers.
+    Scores are the logits after processors and warpers, without noise, as in transformers.
 
     Args:
         inner: the sampler that samples.
         names: what to record: "logits", "scores", or both.
-        no_logits: an empty tensor (0, V) of the logits' dtype and device, for a text that has taken no step.
+        no_logits: an empty tensor (0, V) with the dtype and device of the logits, for a sequence without any step.
     """
 
     def __init__(self, inner: Sampler, names: Iterable[str], no_logits: torch.Tensor) -> None:
@@ -35,7 +35,11 @@ class RecordingSampler(Sampler):
     def scores(
         self, logits: torch.Tensor, branches: Sequence[Sequence[int] | None], text: Sequence[int]
     ) -> torch.Tensor:
-        """Scores (n, V) of the inner sampler; `record` will need them and the logits. See `Sampler.scores`."""
+        """Compute the inner sampler's scores, and keep scores and logits for `record`; arguments: see `Sampler.scores`.
+
+        Returns:
+            Scores (n, V): a row for each of n nodes, a column for each token of the vocabulary.
+        """
         scores = self.inner.scores(logits, branches, text)
         self._step = {"logits": logits, "scores": scores}
         return scores
@@ -50,19 +54,19 @@ class RecordingSampler(Sampler):
         return self.inner.sample(scores, positions, branches, drafts)
 
     def record(self, nodes: Sequence[int], sampled_at: Sequence[int]) -> None:
-        """Keep the logits and scores of the nodes whose tokens the text accepted. Arguments as in `Sampler.record`."""
+        """Store the logits and scores of nodes whose sampled tokens were accepted; arguments: see `Sampler.record`."""
         index = [nodes.index(node) for node in sampled_at]
         for name, steps in self._recorded.items():
             steps.append(self._step[name][index])
 
     def recorded(self, name: str, tokens: int) -> torch.Tensor | None:
-        """Recorded logits or scores of the first generated tokens: (tokens, V), float32 or wider.
+        """Get the recorded logits or scores of the first generated tokens: (tokens, V), float32 or wider.
 
-        Call it outside inference mode, so that the caller may change the result.
+        Call it outside inference mode, so that the caller may change the result in place.
 
         Args:
             name: "logits" or "scores".
-            tokens: how many first tokens to return.
+            tokens: number of generated tokens, from the first one on, to return rows for.
 
         Returns:
             None if `name` is not recorded.

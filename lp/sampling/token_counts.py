@@ -1,7 +1,7 @@
-"""How often each token came in a text so far, kept on the device for penalties.
+"""Counts how often each token occurs in a sequence so far; the counts stay on the device, for penalties.
 
-A count is one int32 for each token: GENERATED for each time that it was generated, PROMPT for each time that the prompt
-has it. Q: texts that share a buffer, V: vocabulary.
+The count of a token is one int32: GENERATED for each time that it was generated, plus PROMPT for each time that it
+occurs in the prompt. Q: sequences that share a buffer, V: vocabulary.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ MOST_IN_PROMPT = 1000  # times that a prompt's token counts: penalties ask only 
 
 
 class TokenCounts:
-    """Token counts of one text, which every step brings up to date with the tokens that it added.
+    """Counts how often each token occurs in one sequence; every step adds the tokens that it has generated.
 
     Args:
-        vocabulary: V.
+        vocabulary: V, size of the vocabulary.
         first_generated: position of the first token that counts as generated.
         padding: token ids of the prompt's left padding, which count as tokens of the prompt.
-        device: where the counts are.
+        device: where the counts are kept.
 
     Attributes:
-        place: this text's row in the buffer.
+        place: this sequence's row in the buffer.
     """
 
     def __init__(self, vocabulary: int, first_generated: int, padding: Sequence[int], device: torch.device) -> None:
@@ -42,47 +42,47 @@ class TokenCounts:
 
     @property
     def counts_QV(self) -> torch.Tensor:
-        """The buffer: counts of the Q texts that share it, int32 (Q, V). Row `place` is this text's."""
+        """The buffer with the counts of all sequences that share it, int32 (Q, V); row `place` is this sequence's."""
         assert self._counts_QV is not None
         return self._counts_QV
 
     @property
     def shape(self) -> int:
-        """V; texts with an equal one can share a buffer."""
+        """Size of the vocabulary; sequences can share a buffer if this number is equal for all of them."""
         return self.vocabulary
 
     def buffer(self, texts: int) -> torch.Tensor:
-        """A new buffer of zeros for the counts of several texts: int32 (texts, V).
+        """Make a buffer of zeros for the counts of several sequences: int32 (texts, V), V being the vocabulary's size.
 
         Args:
-            texts: how many texts it has room for.
+            texts: number of sequences that the buffer has room for.
         """
         return torch.zeros(texts, self.vocabulary, dtype=torch.int32, device=self.device)
 
     def use(self, counts_QV: torch.Tensor, place: int) -> None:
-        """Count into this buffer from now on, since a captured step reads the memory that it was captured with.
+        """Count in a given buffer from now on, such as the one that a captured step (a CUDA graph) reads.
 
         Args:
-            counts_QV: a buffer that `buffer` made.
-            place: this text's row in it.
+            counts_QV: a buffer made by `buffer`.
+            place: this sequence's row in the buffer.
         """
         if counts_QV is not self._counts_QV or place != self.place:
             self._counts_QV, self.place = counts_QV, place
             self._num_counted = 0
 
     def uncounted(self, text: Sequence[int], num_tokens: int, most: int) -> list[tuple[int, int]]:
-        """What has to be added to the counts so that they hold the first `num_tokens` tokens of the text.
+        """List what must be added to the counts so that they cover the first `num_tokens` tokens of the sequence.
 
-        The caller adds it and says so by `counted`. Where nothing is counted yet, or more than `most` tokens are
-        missing, this counts all of them itself and returns [].
+        The caller adds it and then calls `counted`. If nothing has been counted yet, or if more than `most` tokens are
+        missing, this method counts all of them itself and returns [].
 
         Args:
             text: token ids of the prompt and of the generated tokens.
-            num_tokens: how many first tokens of the text are to be counted.
-            most: how many pairs the caller has room for.
+            num_tokens: number of tokens, from the first one on, that the counts must cover.
+            most: most additions that the caller has room for.
 
         Returns:
-            (index in the flattened buffer, what to add there) for each token.
+            (index in the flattened buffer, amount to add there) for each missing token.
         """
         if self._counts_QV is None:
             self.use(self.buffer(1), 0)
@@ -99,7 +99,7 @@ class TokenCounts:
         ]
 
     def counted(self, num_tokens: int) -> None:
-        """Note that the first `num_tokens` tokens of the text are in the counts."""
+        """Record that the counts now cover the first `num_tokens` tokens of the sequence."""
         self._num_counted = num_tokens
 
     def _value(self, position: int) -> int:

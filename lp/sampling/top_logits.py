@@ -1,7 +1,7 @@
-"""What nodes sampled, and their K best logits, as a message carries them: the one module that knows the wire format.
+"""The K best logits of nodes in the form that messages between ranks carry; no other module knows this format.
 
-One int64 holds a pair: token << 32 | the bits of its float32 logit.
-n: nodes; V: vocabulary; K: `num_logits`.
+One int64 holds a token and its logit: token << 32 | the bits of the logit as float32. n: nodes, V: vocabulary, K:
+`num_logits`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ INVALID_TOKEN = (1 << 21) - 1  # the token of a node whose scores are NaN or inf
 
 
 class TopLogits(NamedTuple):
-    """The K best tokens of n nodes with their logits, best first. The arrays may be strided views.
+    """The K best tokens of n nodes with their logits, best first; the arrays may be strided views.
 
     Attributes:
-        tokens: int32 (n, K).
-        logits: float32 (n, K), after the logits processors; a NaN is -inf.
+        tokens: token ids, int32 (n, K).
+        logits: logits after the logits processors, float32 (n, K); NaN is replaced by -inf.
     """
 
     tokens: np.ndarray
@@ -33,19 +33,19 @@ class TopLogits(NamedTuple):
 
     @classmethod
     def empty(cls) -> TopLogits:
-        """The top logits of no nodes: arrays of shape (0, 0)."""
+        """Make a TopLogits without nodes: arrays of shape (0, 0)."""
         return cls(np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32))
 
 
 def pack_top_logits(scores: torch.Tensor, k: int) -> torch.Tensor:
-    """The k best tokens of every node with their logits, packed for a message between ranks.
+    """Find the k best tokens of every node, and pack them with their logits for a message between ranks.
 
     Args:
-        scores: (n, V).
-        k: how many tokens to take of every node; at most V are taken.
+        scores: (n, V), a row for each of n nodes, a column for each token of the vocabulary.
+        k: how many tokens to take for every node; if k is larger than V, V tokens.
 
     Returns:
-        int64 (n, min(k, V)), best first, on the device of `scores`.
+        int64 (n, min(k, V)), best first, on the device of `scores`; each number holds a token and its logit.
     """
     import torch  # here: draft sources, which the apps list for `--help`, need numpy alone
 
@@ -55,17 +55,17 @@ def pack_top_logits(scores: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def unpack_top_logits(packed: np.ndarray) -> TopLogits:
-    """Tokens and logits from a message's packed ones, without a copy: the reverse of `pack_top_logits`.
+    """Unpack the tokens and logits that a message carries, without a copy; undoes `pack_top_logits`.
 
     Args:
-        packed: int64 (n, K).
+        packed: int64 (n, K), for each of n nodes K numbers that each hold a token and its logit.
     """
     packed = np.ascontiguousarray(packed)
     return TopLogits(packed.view(np.int32)[:, TOKEN::2], packed.view(np.float32)[:, LOGIT::2])
 
 
 def pack_again(top_logits: TopLogits) -> np.ndarray:
-    """Pack top logits for a message, int64 (n, K): the reverse of `unpack_top_logits`."""
+    """Pack top logits for a message between ranks, int64 (n, K); undoes `unpack_top_logits`."""
     packed = np.empty((*top_logits.tokens.shape, 2), np.int32)
     packed[..., TOKEN] = top_logits.tokens
     packed[..., LOGIT] = np.ascontiguousarray(top_logits.logits).view(np.int32)

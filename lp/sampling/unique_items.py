@@ -1,8 +1,8 @@
-"""JSON lists with `uniqueItems`, which a grammar alone can't enforce: a matcher that remembers the items before.
+"""Enforces `uniqueItems` in JSON lists, which a grammar alone can't, by a matcher that remembers earlier items.
 
-The model's grammar takes such lists with any items. Beside it runs a grammar of bytes, which marks where such a list
-begins, and says which bytes may follow within an item. A token is forbidden if it ends an item that came before, or if
-the item that it goes on with can only become one that came before.
+The model's grammar allows any items in such lists. A second grammar, of bytes, runs beside it. It marks where such a
+list begins, and tells which bytes may follow within an item. A token is forbidden in two cases: it ends an item that is
+equal to an earlier item, or it begins or continues an item that can only become equal to an earlier one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TEXT, QUOTED, ESCAPED = range(3)  # outside of a string, within one, behind its 
 
 
 class Words:
-    """The bytes of a vocabulary's tokens in sorted order, to find tokens by their beginnings.
+    """The tokens of a vocabulary sorted by their bytes, to find the tokens that begin with given bytes.
 
     Args:
         data: the bytes of each token, by token id.
@@ -43,32 +43,35 @@ class Words:
         self._sorted = [data[token] for token in self._order]
 
     def beginning_with(self, prefix: bytes, low: int = 0, high: int | None = None) -> tuple[int, int]:
-        """Where in the sorted vocabulary the tokens are that begin with a prefix: (first place, place behind the last).
+        """Find the tokens that begin with given bytes: (first index, index after the last) in the sorted vocabulary.
 
         Args:
-            prefix: the bytes to look for.
-            low, high: places between which to look; None: up to the end.
+            prefix: the bytes that the tokens begin with.
+            low, high: search only the sorted vocabulary from index `low` to before `high`; None: up to its end.
         """
         high = len(self._sorted) if high is None else high
         low = bisect_left(self._sorted, prefix, low, high)
         return low, bisect_right(self._sorted, prefix, low, high, key=lambda data: data[: len(prefix)])
 
     def between(self, low: int, high: int) -> list[int]:
-        """Token ids at the places from `low` up to `high` (excluded) of the sorted vocabulary."""
+        """Token ids at the indices from `low` to before `high` in the sorted vocabulary."""
         return self._order[low:high]
 
     def named(self, data: bytes, low: int, high: int) -> list[int]:
-        """Token ids whose bytes are exactly `data`, looked for between two places of the sorted vocabulary."""
+        """Ids of the tokens whose bytes are exactly `data`, if they are at indices from `low` to before `high`.
+
+        Indices are those of the sorted vocabulary.
+        """
         return self._order[bisect_left(self._sorted, data, low, high) : bisect_right(self._sorted, data, low, high)]
 
     @cached_property
     def of_several_items(self) -> list[int]:
-        """Token ids that may end an item and go on, as that of `",` does, or end a number such as 1.0."""
+        """Ids of the tokens that may end an item and continue after it, such as `",`, or may end a number like 1.0."""
         return [token for token, data in enumerate(self.data) if ENDS.search(data)]
 
     @cached_property
     def with_brackets(self) -> list[int]:
-        """Token ids that can end a list or an object: their bytes have a `]` or a `}`."""
+        """Ids of the tokens that can end a list or an object, since their bytes include a `]` or a `}`."""
         return [token for token, data in enumerate(self.data) if b"]" in data or b"}" in data]
 
 
@@ -198,12 +201,12 @@ def _beginning(item: bytes) -> bytes | None:
 
 
 class UniqueMatcher:
-    """A matcher of a JSON schema's text that forbids an item which its list (with `uniqueItems`) has already.
+    """A matcher for a JSON schema's grammar that also forbids repeated items in lists with `uniqueItems`.
 
     Args:
-        inner: matcher of the schema's grammar, which takes such lists with any items.
-        marked: llguidance's matcher of the grammar of bytes with marks, at the beginning of the text.
-        words: bytes of the model's vocabulary.
+        inner: matcher for the schema's grammar, which allows any items in such lists.
+        marked: llguidance's matcher for a grammar of bytes, with marks where such lists begin; it has read nothing yet.
+        words: the bytes of the tokens in the model's vocabulary.
     """
 
     def __init__(self, inner: Matcher, marked: Any, words: Words) -> None:
