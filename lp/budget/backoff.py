@@ -1,4 +1,4 @@
-"""Back-off: while lookahead does not pay, steps are plain (one token, no lookahead); now and then it is tried again."""
+"""Back-off: while lookahead does not pay, steps are plain (one token, no lookahead), with a new trial now and then."""
 
 from __future__ import annotations
 

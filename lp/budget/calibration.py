@@ -42,7 +42,7 @@ EXPLORATION_TOKENS = 8
 
 
 class DraftRecord(NamedTuple):
-    """The draft tokens of one decode step, on all ranks together: how many were expected, and how many accepted.
+    """How many draft tokens of one step, on all ranks together, were expected to be accepted, and how many were.
 
     Attributes:
         accept_probs: accept probabilities that draft sources stated for all draft tokens, the largest first.
@@ -68,7 +68,7 @@ class Calibration:
 
     @property
     def factor(self) -> float:
-        """Factor by which each draft token's probability, given its parent, is multiplied; LEAST_CALIBRATION to 1."""
+        """Factor (LEAST_CALIBRATION to 1) for each draft token's probability, given that its parent is accepted."""
         return min(max(self._accepted_per_expected.ratio, LEAST_CALIBRATION), 1.0)
 
     def record_step(self, drafts: DraftRecord) -> None:

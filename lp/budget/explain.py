@@ -42,7 +42,7 @@ def describe_budget(config: LookaheadConfig, step_times: StepTimes | None) -> st
 
 
 def describe_origin(path: Path, estimate: Estimate, threads: int) -> str:
-    """Describe how reliable step times are and where they are stored, as a line to append to `describe_budget`'s.
+    """Describe how reliable step times are and where they are stored, as text to append to `describe_budget`'s line.
 
     For example "; known within 8 % up to 64 tokens, from 310 steps, 2 threads; kept in FILE".
 

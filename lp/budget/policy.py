@@ -33,7 +33,7 @@ Clock = Callable[[TimedStep], StepTimes | None]
 
 @dataclass(frozen=True, slots=True)
 class Company:
-    """The other texts with which one text shares decode steps: what its token budget needs to know about them.
+    """How one text shares decode steps with other texts, as far as its token budget has to know.
 
     Attributes:
         texts: number of texts that a step computes together, including this one.
@@ -92,7 +92,7 @@ class Budget(Protocol):
         ...
 
     def padded_size(self, num_tokens: int) -> int:
-        """How many tokens to compute in a step that needs `num_tokens`: more than these if a larger step is faster."""
+        """How many tokens to compute in a step that needs `num_tokens`: more tokens if a larger step is faster."""
         ...
 
     def observe(self, num_tokens: int, seconds: float) -> None:
@@ -280,7 +280,7 @@ class AdaptiveBudget:
         return max(min(self.company.other_tokens, self._step_times.max_tokens - self.step_tokens), 0)
 
     def padded_size(self, num_tokens: int) -> int:
-        """How many tokens to compute in a step that needs `num_tokens`: more than these if a larger step is faster."""
+        """How many tokens to compute in a step that needs `num_tokens`: more tokens if a larger step is faster."""
         return self._step_times.padded_size(num_tokens)
 
     def observe(self, num_tokens: int, seconds: float) -> None:

@@ -91,7 +91,7 @@ class StepTimes:
         return sizes
 
     def padded_size(self, num_tokens: int) -> int:
-        """How many tokens to compute in a step that needs `num_tokens`: more than these if a larger step is faster."""
+        """How many tokens to compute in a step that needs `num_tokens`: more tokens if a larger step is faster."""
         return self._padded_sizes[num_tokens] if num_tokens <= self.max_tokens else num_tokens
 
     @cached_property
@@ -170,7 +170,8 @@ def extended(times: StepTimes, max_tokens: int) -> StepTimes:
 def scaled(times: StepTimes, plain_s: float) -> StepTimes:
     """Multiply all step times by one factor, chosen so that a plain step takes `plain_s` seconds.
 
-    So rates (tokens per second) that were calculated with another table stay comparable, if `plain_s` is that table's.
+    Rates (tokens per second) calculated with another table stay comparable, if `plain_s` is the plain step's time
+    there.
 
     Args:
         times: the table to scale.

@@ -34,8 +34,8 @@ class StepTimesFile:
         about: description of what is timed, by name; the file's name begins with the first value, the model's name.
         key_parts: everything on which step times depend, such as model, device and versions; the file's name contains a
             hash of it.
-        kept: contents of files by file name, used in this process instead of the cache folder if that can't be written
-            to.
+        kept: contents of files by file name, used in this process instead of the cache folder if the folder can't be
+            written to.
     """
 
     def __init__(self, about: Mapping[str, Any], key_parts: Sequence[Any], kept: dict[str, str]) -> None:

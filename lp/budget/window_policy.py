@@ -23,8 +23,8 @@ class WindowPolicy:
     """Chooses the next step's number of window columns under the adaptive budget: what would have paid most lately.
 
     For each possible number of columns, the draft trees of the last steps are priced again: each tree is cut to the
-    number of draft tokens that pays most beside such a window. Trees are priced one by one. Priced at their average
-    size, two columns would look free if steps of one token and steps of four tokens alternate.
+    number of draft tokens that pays most beside such a window. Trees are priced one by one, because at their average
+    size two columns would seem to cost nothing if steps of one token and steps of four tokens alternate.
 
     Args:
         config: settings with N, and with `window_size`, the most columns for each rank; the largest window has

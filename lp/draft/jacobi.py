@@ -28,7 +28,7 @@ class JacobiConfig(RefusesRemoved):
         num_tokens: size of the block: the draft tokens of each step.
 
     Raises:
-        ValueError: a value out of range, with the limit and the remedy.
+        ValueError: a value is out of range; the message names the limit and a remedy.
     """
 
     num_tokens: int = 16
@@ -37,7 +37,7 @@ class JacobiConfig(RefusesRemoved):
         check_count(self, "num_tokens", 1, 1024, "try 16")
 
     def shape(self) -> LookaheadConfig:
-        """Describe the size of a decode step by lookahead settings: no window, at most `num_tokens` draft tokens."""
+        """Return lookahead settings that describe the step size: no window, at most `num_tokens` draft tokens."""
         return windowless(self.num_tokens)
 
 

@@ -151,7 +151,7 @@ class StepLayout:
 
         Returns:
             Distinct token ids by the index of that node, in the order of the layout; a node without draft tokens after
-                it has no entry.
+            it has no entry.
         """
         drafts: dict[int, list[int]] = {}
         for node, token in zip(self.drafted_behind.tolist(), self.tokens.tolist(), strict=True):
@@ -169,7 +169,7 @@ class StepLayout:
 
         Returns:
             Token ids in the order of the text; an empty list for `c`. None for a window node whose token can't be
-                accepted; logits processors skip such nodes.
+            accepted; logits processors skip such nodes.
         """
         if not self.reachable[node]:
             return None

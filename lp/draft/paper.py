@@ -19,8 +19,8 @@ SHAPE = ("window_size", "ngram_size", "guess_set_size")
 class PaperConfig(RefusesRemoved):
     """Settings of the paper's own lookahead decoding, a baseline (`decoder=lookahead_paper`).
 
-    A step verifies the newest G n-grams that begin with the newest token, each on a path of N - 1 draft tokens of its
-    own.
+    Each step verifies the newest G n-grams that begin with the newest token. Each n-gram has a separate path of N - 1
+    draft tokens.
 
     Args:
         window_size, ngram_size, guess_set_size: W, N and G of the paper.
@@ -29,7 +29,7 @@ class PaperConfig(RefusesRemoved):
         warmup_steps: number of first steps that verify nothing and read no n-gram; the paper's code has N - 1.
 
     Raises:
-        ValueError: a value out of range, with the limit and the remedy.
+        ValueError: a value is out of range; the message names the limit and a remedy.
     """
 
     window_size: int = 15
@@ -46,7 +46,7 @@ class PaperConfig(RefusesRemoved):
             set_field(self, name, getattr(shape.ablation, name))
 
     def shape(self) -> LookaheadConfig:
-        """Describe the size of a decode step by lookahead settings: the same W, N and G, and no top-k logits."""
+        """Return lookahead settings that describe the step size: the same W, N and G, and no top-k logits."""
         text = self.prompt_ngrams
         own = Ablation(prompt_ngrams=text, output_ngrams=text, warmup_steps=self.warmup_steps, num_logits=0)
         return LookaheadConfig(**{name: getattr(self, name) for name in SHAPE}, draft_depth=None, ablation=own)

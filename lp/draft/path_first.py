@@ -21,7 +21,7 @@ def paying_length(step: ShareInput, accept_probs: Sequence[float]) -> int:
 
     Args:
         step: how many draft tokens each rank may compute, and what they cost.
-        accept_probs: for each token of the path, the probability that it and all tokens before it are accepted.
+        accept_probs: probability, for each token of the path, that this token and all tokens before it are accepted.
     """
     most = min(int(step.rooms[0]), len(accept_probs))
     price = step.price
@@ -45,7 +45,7 @@ def share_with_path(
         propose_share: the other source's method `propose_share`.
         text, step: arguments for `propose_share`; the path's tokens are first subtracted from rank 0's room.
         path: token ids, at most as many as rank 0 has room for.
-        probs: for each token of the path, the probability that it and all tokens before it are accepted.
+        probs: probability, for each token of the path, that this token and all tokens before it are accepted.
 
     Returns:
         This rank's part of the draft tree; on rank 0 it begins with the path.

@@ -22,7 +22,7 @@ class PromptLookupConfig(RefusesRemoved):
         num_tokens: most tokens to copy: the draft tokens of a step.
 
     Raises:
-        ValueError: a value out of range, with the limit and the remedy.
+        ValueError: a value is out of range; the message names the limit and a remedy.
     """
 
     max_matching_ngram: int = 2
@@ -33,7 +33,7 @@ class PromptLookupConfig(RefusesRemoved):
         check_count(self, "num_tokens", 1, 1024, "try 10")
 
     def shape(self) -> LookaheadConfig:
-        """Describe the size of a decode step by lookahead settings: no window, at most `num_tokens` draft tokens."""
+        """Return lookahead settings that describe the step size: no window, at most `num_tokens` draft tokens."""
         return windowless(self.num_tokens)
 
 

@@ -36,7 +36,7 @@ class DraftConfig(Protocol):
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def shape(self) -> LookaheadConfig:
-        """Describe the largest decode step by lookahead settings: window size, and most draft tokens."""
+        """Return lookahead settings that describe the largest step: window size, and most draft tokens."""
 
 
 def _alone(numbers: Sequence[int] | None) -> Sequence[int] | None:
@@ -124,7 +124,7 @@ class SourceFactory(ABC):
 
         Returns:
             Digests, int64, by the name that an error message shows, such as "corpora"; the names are the same on every
-                rank.
+            rank.
         """
         return {}
 

@@ -219,7 +219,7 @@ class DraftSource(ABC):
 
         Returns:
             A function that learns the rest, to be called once, during the next forward pass; None if nothing is left to
-                learn.
+            learn.
         """
         self.observe(text, num_new, samples)
         return None

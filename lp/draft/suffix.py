@@ -20,7 +20,7 @@ from lp.removed_keys import RefusesRemoved
 class SuffixConfig(RefusesRemoved):
     """Settings of suffix decoding (`decoder=suffix`), named as in arctic-inference.
 
-    Drafts continue the text as it continued most often behind earlier occurrences of its last tokens.
+    A step drafts the most frequent continuation after earlier occurrences of the text's last tokens.
 
     Args:
         max_tree_depth: most tokens of a path in the suffix tree: the matched tokens and what follows them.
@@ -30,7 +30,7 @@ class SuffixConfig(RefusesRemoved):
         tree: whether to draft a tree, the likeliest tokens first; False drafts only the likeliest path.
 
     Raises:
-        ValueError: a value out of range, with the limit and the remedy.
+        ValueError: a value is out of range; the message names the limit and a remedy.
     """
 
     max_tree_depth: int = 64
@@ -50,7 +50,7 @@ class SuffixConfig(RefusesRemoved):
             raise UserError(f"tree is {self.tree!r}; it must be true or false; false proposes a path")
 
     def shape(self) -> LookaheadConfig:
-        """Describe the size of a decode step by lookahead settings: no window, at most `max_tokens` draft tokens."""
+        """Return lookahead settings that describe the step size: no window, at most `max_tokens` draft tokens."""
         return windowless(self.max_tokens)
 
 
@@ -91,7 +91,9 @@ class SuffixTree(DraftSource):
         self._native.extend(0, list(prompt))
 
     def propose(self, text: Sequence[int], budget: int, *_: object) -> DraftTree:
-        """Draft the continuation whose estimated token probabilities have the largest sum, over matches of all lengths.
+        """Draft the continuation that promises most accepted tokens, by the estimated probabilities of its tokens.
+
+        Continuations of shorter and longer matches compete with each other.
 
         Args:
             text: token ids of the prompt and the generated tokens.

@@ -20,14 +20,15 @@ from lp.sampling.top_logits import TopLogits
 class RecyclingConfig(RefusesRemoved):
     """Settings of token recycling (`decoder=token_recycling`).
 
-    The draft tree always has the same shape; it is filled with the likeliest successors known of each token.
+    The draft tree always has the same shape. Its nodes are filled with each token's likeliest successors that are
+    known.
 
     Args:
         successors: how many likeliest successors are stored for each token of the vocabulary.
         nodes: nodes of the tree: the most draft tokens of a step.
 
     Raises:
-        ValueError: a value out of range, with the limit and the remedy.
+        ValueError: a value is out of range; the message names the limit and a remedy.
     """
 
     successors: int = 8
@@ -38,7 +39,7 @@ class RecyclingConfig(RefusesRemoved):
         check_count(self, "nodes", 1, 1024, "try 80")
 
     def shape(self) -> LookaheadConfig:
-        """Describe the size of a decode step by lookahead settings: no window, at most `nodes` draft tokens."""
+        """Return lookahead settings that describe the step size: no window, at most `nodes` draft tokens."""
         return windowless(self.nodes)
 
 

@@ -99,5 +99,5 @@ class DraftTreeBuilder:
         return child
 
     def build(self) -> DraftTree:
-        """Make the draft tree of all paths added so far."""
+        """Make the draft tree from all paths and children added so far."""
         return DraftTree(self.tokens, self.parents, merge=self.merge)

@@ -98,7 +98,7 @@ class UnionTree:
 
     Attributes:
         num_nodes: number of nodes of the merged tree.
-        num_draft: number of these nodes that are draft tokens outside of every rank's window.
+        num_draft: number of these nodes that are draft tokens and no window nodes.
         tokens, parents, depths: int64 (num_nodes,), token id of each node, index of its parent, and its distance from
             node 0. Node 0 is the newest token of the text; its parent is -1.
         sampled: int64 (num_nodes,), token id that was sampled at each node; INVALID_TOKEN if none was sampled.

@@ -35,7 +35,7 @@ class WrappingSource(DraftSource):
     def added_prob(self) -> float:
         """Estimated probability that an added draft token is accepted, given that all tokens before it are.
 
-        It is estimated from the tokens added earlier in this text.
+        The estimate starts from a prior, and then follows the tokens that were added earlier in this text.
         """
         accepted, tried = self._accepted_tried
         return accepted / tried

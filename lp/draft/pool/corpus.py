@@ -1,4 +1,4 @@
-"""Look-ups in a corpus, an index of tokenized files: which tokens follow the end of a text where the files have it.
+"""Look-ups in a corpus (an index of tokenized files): which tokens follow a text's last tokens in these files.
 
 A look-up finds the longest run of the text's newest tokens, 2 to MAX_MATCH of them, that occurs in a file. It returns
 the tokens that follow the occurrences.
@@ -46,7 +46,7 @@ class Corpus(NamedTuple):
 
     @classmethod
     def of(cls, file: np.ndarray | None, gone: Sequence[int] = ()) -> Corpus:
-        """Build the form of a corpus (an index of tokenized files) that functions compiled by numba search.
+        """Build a corpus (an index of tokenized files) in the form that functions compiled by numba search.
 
         Args:
             file: int64 array of the corpus' file, see `lp.draft.pool.corpus_file`; None gives an empty corpus, in which
@@ -100,7 +100,7 @@ def find_match(corpus, recent, known):
 
     Returns:
         (length, first, behind): number of matched tokens, 0 if not even 2 match; the occurrences are the rows `first`
-            to `behind` - 1 of the index.
+        to `behind` - 1 of the index.
     """
     numbers = corpus.numbers
     if known < 2 or recent[0] >= corpus.vocabulary:
@@ -183,9 +183,10 @@ def is_gone(corpus, place):
 
 @jit
 def live_length(corpus, recent, known, row, end, step):
-    """Count the newest tokens of a text that match at the nearest index row whose file has not changed.
+    """Count how many newest tokens of a text match at the nearest row of the index whose file has not changed.
 
-    All rows looked at must match the text's last two tokens. At most SAMPLED rows are looked at.
+    A row is one place in the files. All rows looked at must match the text's last two tokens. At most SAMPLED rows are
+    looked at.
 
     Args:
         corpus, recent, known: corpus, newest tokens of the text, and most tokens to match; see `find_match`.
@@ -242,7 +243,7 @@ def count_followers(corpus, first, behind, followers, counts):
 
     Returns:
         Number of distinct tokens that follow; number of rows counted; and, if the match has only one row, the index of
-            its newest token among the corpus' tokens, else -1.
+        its newest token among the corpus' tokens, else -1.
     """
     rows = behind - first
     looked_at = min(rows, SAMPLED)

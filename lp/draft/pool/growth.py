@@ -113,7 +113,7 @@ def propose(tables, predictor, tree, proposal, step, price, free):
 
     Returns:
         Number of draft-tree nodes on this rank, and number of trunk nodes (0 with a single rank); neither counts the
-            root.
+        root.
     """
     trunk = 0
     if len(step.rooms) > 1:

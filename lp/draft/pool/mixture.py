@@ -5,8 +5,8 @@ text, n-grams of the lookahead window, guesses (tokens sampled earlier for a pos
 (logits measured once for a model), and corpora (indexes of files).
 
 1. Each entry of a memory that matches the context votes for tokens. A vote is a feature: the kind of memory, the order,
-   the rank of the token in the entry, and how sure it is. One more feature of each token says which kinds of memory
-   voted for it.
+   the rank of the token in the entry, and how sure the entry is. One more feature of each token says which kinds of
+   memory voted for it.
 2. A token's score is the sum of the weights of its features. "None of them" stands for all other tokens and has a
    score, too. A softmax over all scores gives the probabilities.
 3. Each new token of the text trains the weights: they move along the gradient of the token's log probability (a
@@ -110,9 +110,10 @@ FAR = 10.0  # logits this far behind the best get no vote
 
 
 def feature_levels() -> np.ndarray:
-    """How sure each feature is that its token comes next, as a level; used to see how surely the kinds of memory agree.
+    """How sure each feature (a kind of vote for a token) is, as a level from 1 to 4.
 
-    A feature is a kind of vote for a token. Its level depends on the kind of memory that votes:
+    By these levels, the predictor sees how surely the kinds of memory agree on a token. The level depends on the kind
+    of memory that votes:
 
     - N-grams of the text: level 1, 2 or 3 for a context of 1 token, of 2 to 3 tokens, or of more.
     - Guesses: 1 if only the position matches, 2 if tokens before it match, too.
@@ -140,7 +141,7 @@ def feature_levels() -> np.ndarray:
 
 
 class Predictor(NamedTuple):
-    """What it takes to predict the next tokens of one text from the pool's tables, and the newest prediction.
+    """All that is needed, besides the pool's tables, to predict one text's next tokens; and the newest prediction.
 
     Its arrays have the form that functions compiled by numba read and fill.
     """
@@ -246,8 +247,8 @@ def look_up(tables, predictor, known, position):
     """Find the table entries that may vote for the next token.
 
     It fills `predictor.keys` and `predictor.entries`. To hide the latency of memory, it first reads one key of every
-    bucket, then finds the entries, and reads one follower of each: reads overlap if none waits for the result of
-    another.
+    bucket, then finds the entries, and reads one follower of each. Such reads overlap, since none waits for the result
+    of another.
 
     Args:
         tables: Tables, the pool's memory.
@@ -460,7 +461,7 @@ def vote_corpora(tables, predictor, known, choices, votes):
 
     Returns:
         Index of the feature that scores "none of these tokens", -1 if no corpus has a match; then `choices` and `votes`
-            after these votes.
+        after these votes.
     """
     recent, before, match = predictor.context.tokens, predictor.before, predictor.match
     followers, counts = predictor.followers, predictor.follower_counts
@@ -753,7 +754,7 @@ def learn(tables, predictor, choices, votes, token):
 
 @jit
 def learn_text(tables, predictor, text, start, length):
-    """Train the weights of the features by a text's new tokens, each predicted from the tokens before it.
+    """Train the weights of the features by a text's new tokens; each token is predicted from the tokens before it.
 
     Args:
         tables: Tables, whose weights change.

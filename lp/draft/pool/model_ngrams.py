@@ -71,7 +71,7 @@ class ModelNgrams(NamedTuple):
 
 
 class Contexts(NamedTuple):
-    """Contexts of one length, with the top-k logits measured after each; the most frequent context comes first."""
+    """Contexts (runs of tokens) of one length, the most frequent first, with the top-k logits measured after each."""
 
     tokens: np.ndarray  # int64 (n, length), the newest last
     packed: np.ndarray  # int64 (n, K), as `pack_top_logits` packs them

@@ -162,7 +162,7 @@ class NGramPool(DraftSource):
     def observe_part(self, text: Sequence[int], num_new: int, samples: StepSamples) -> Callable[[], None]:
         """Learn from a step like `observe`, but let the returned function store the step's samples in the tables later.
 
-        Until it is called, proposals find the samples in a small index of the last step.
+        Until this function is called, proposals find the samples in a small index of the last step.
 
         Args:
             text: token ids of the prompt and the generated tokens, including the step's.

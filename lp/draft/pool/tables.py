@@ -118,7 +118,9 @@ def new_context(longest: int = MAX_CONTEXT) -> Context:
 
 @jit
 def bucket(keys, key):
-    """Index of the first entry in a key's bucket: the WAYS entries of the table that may hold this key.
+    """Index of the first entry in the bucket of a key.
+
+    A bucket is WAYS successive entries of a table: the only entries that may hold the key.
 
     Args:
         keys: uint64, keys of all entries of a table.
@@ -168,7 +170,7 @@ def claim(keys, stamps, key, now):
 
 @jit
 def context_key(hashed, kind, extra):
-    """Make the key under which the tables store what belongs to a context; never 0.
+    """Make the key of the table entry for a context and a kind of memory; never 0.
 
     Args:
         hashed: uint64, hash of the context's tokens, from `hash_context`.
