@@ -63,7 +63,8 @@ class Estimate:
 
     Args:
         num_tokens: sizes of steps in tokens, ascending from 1.
-        mean: float64 (n,), expected logarithms of the seconds that a plain step and a step of each size take.
+        mean: float64 (n,), expected logarithms of seconds: first for a plain step (no lookahead), then for a step of
+            each size; n is the number of sizes plus 1.
         covariance: float64 (n, n), covariance of these logarithms.
         steps: number of measured steps from which the estimate was learned.
     """
@@ -93,7 +94,7 @@ class Estimate:
     def doubts(self) -> np.ndarray:
         """Relative uncertainty of the time of each size: standard deviation of log(step time / plain step's time).
 
-        It is a float64 array (n - 1,); 0.08 means about 8 %.
+        It is a float64 array with one value for each size; 0.08 means about 8 %.
         """
         covariance = self.covariance
         variances = np.diag(covariance)[1:] + covariance[0, 0] - 2 * covariance[0, 1:]

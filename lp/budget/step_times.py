@@ -96,7 +96,7 @@ class StepTimes:
 
     @cached_property
     def seconds_by_tokens(self) -> np.ndarray:
-        """Seconds of a step by the tokens that it needs, padded if that is faster: float64 (max_tokens + 1,)."""
+        """Seconds of a step that needs 0, 1, ... max_tokens tokens, padded if that is faster: float64, one-dimensional."""
         padded = self._unpadded_seconds[self._padded_sizes]
         return np.minimum.accumulate(padded[::-1])[::-1].copy()  # contiguous: else compiled code is compiled twice
 
@@ -117,11 +117,11 @@ class StepTimes:
 
     @cached_property
     def marginal_seconds(self) -> np.ndarray:
-        """Least seconds that each further token costs, by the present size of a step: float64 (max_tokens + 1,).
+        """Least seconds that each further token costs, for steps that have 0, 1, ... max_tokens tokens so far.
 
-        For each size, this is the least average time per added token over all larger sizes. A draft tree can stop
-        growing by it: if the accept probability of the next draft token is below the price of this time, no larger step
-        pays, since later tokens are even less likely.
+        For each of these sizes, it is the least average time per added token over all larger sizes (infinite for the
+        largest). A draft tree can stop growing by it: if the accept probability of the next draft token is below the
+        price of this time, no larger step pays, since later tokens are even less likely.
         """
         seconds = self.seconds_by_tokens.tolist()
         marginal = np.full(self.max_tokens + 1, np.inf)

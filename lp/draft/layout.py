@@ -58,8 +58,9 @@ def _fill_visible(parents, visible):  # type: ignore[no-untyped-def]
 class StepLayout:
     """Lays out one rank's decode step for the forward pass: catch-up tokens, `c`, window columns and draft tree.
 
-    `c` is the newest token of the text. A node is `c` or a token that may follow it, from the window or the draft tree.
-    Catch-up tokens are accepted tokens before `c` whose KV this rank lacks.
+    `c` is the newest token of the text. A node is `c` or a token that may follow it, from the lookahead window or the
+    draft tree. Level 0 and column 0 are the two paths of the window that begin with `c`. Catch-up tokens are accepted
+    tokens before `c` whose KV this rank lacks.
 
     Args:
         window: the lookahead window, equal on every rank.

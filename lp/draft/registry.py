@@ -36,7 +36,7 @@ class DraftConfig(Protocol):
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def shape(self) -> LookaheadConfig:
-        """Return lookahead settings that describe the largest step: window size, and most draft tokens."""
+        """Return lookahead settings for the source's largest step: window size, and most draft tokens."""
 
 
 def _alone(numbers: Sequence[int] | None) -> Sequence[int] | None:

@@ -20,8 +20,7 @@ from lp.sampling.top_logits import TopLogits
 class RecyclingConfig(RefusesRemoved):
     """Settings of token recycling (`decoder=token_recycling`).
 
-    The draft tree always has the same shape. Its nodes are filled with each token's likeliest successors that are
-    known.
+    The draft tree always has the same shape. Its nodes are filled with the successors that are stored for each token.
 
     Args:
         successors: how many likeliest successors are stored for each token of the vocabulary.

@@ -85,7 +85,7 @@ class WindowSlice:
 
     @cached_property
     def nodes(self) -> WindowNodes:
-        """The rank's window nodes in order: level 0, beginning with the text's newest token, then other levels."""
+        """The rank's window nodes in the order of computation: level 0 (the newest token first), then other levels."""
         entries = [(0, j) for j in range(self.level_0_nodes)]
         entries += [(k, j) for k in range(1, self.levels) for j in range(self.first, self.end)]
         index = {entry: node for node, entry in enumerate(entries)}

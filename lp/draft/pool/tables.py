@@ -196,7 +196,7 @@ def logits_key(context, order, position):
 def text_position(tables, position):
     """Make a position unique in a session, so that later texts do not find the guesses for this text.
 
-    The number of the text is added in the upper 32 bits.
+    The running number of the text in the session is put into the upper 32 bits.
 
     Args:
         tables: Tables, which count the texts of the session.
@@ -266,7 +266,9 @@ def add_follower(tables, key, token):
 
 @jit
 def add_text(tables, context, text, start, length):
-    """Remember the n-grams that end with a text's new tokens.
+    """Remember the n-grams that end with a text's new tokens: which token followed each context, for all ORDERS.
+
+    The context is the tokens before a new token; ORDERS lists the context lengths that are stored.
 
     Args:
         tables: Tables, the pool's memory.
