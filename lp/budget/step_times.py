@@ -96,7 +96,7 @@ class StepTimes:
 
     @cached_property
     def seconds_by_tokens(self) -> np.ndarray:
-        """Seconds of a step that needs 0, 1, ... max_tokens tokens, padded if that is faster: float64, one-dimensional."""
+        """Seconds of a step that needs 0, 1, ... max_tokens tokens, padded if that is faster (float64 array)."""
         padded = self._unpadded_seconds[self._padded_sizes]
         return np.minimum.accumulate(padded[::-1])[::-1].copy()  # contiguous: else compiled code is compiled twice
 

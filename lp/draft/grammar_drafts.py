@@ -95,7 +95,7 @@ class GrammarDrafts(WrappingSource):
         return forced[:taken]
 
     def _grown(self, tree: DraftTree, step: ShareInput, prob: float) -> DraftTree:
-        """Remove a draft tree's forbidden nodes, and add forced tokens behind the others where they pay.
+        """Remove a draft tree's forbidden nodes, and add forced tokens after the others where they pay.
 
         Args:
             tree: this rank's draft tree.

@@ -36,7 +36,7 @@ class Prediction(WrappingSource):
         self._left_at = 0  # index at which the text last left the prediction
         self._seen = prompt_tokens
         self._path: list[int] = []  # drafted in the last step
-        self._places: dict[tuple[int, ...], list[int]] = {}  # run of MATCHED_TOKENS -> the indices behind it
+        self._places: dict[tuple[int, ...], list[int]] = {}  # run of MATCHED_TOKENS -> the indices right after it
         for end in range(MATCHED_TOKENS, len(self._tokens) + 1):
             self._places.setdefault(tuple(self._tokens[end - MATCHED_TOKENS : end]), []).append(end)
 

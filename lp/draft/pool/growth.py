@@ -57,7 +57,7 @@ class StepInput(NamedTuple):
     text: Any  # int64: prompt and generated tokens
     length: int  # tokens of the text; the last one is `c`
     budget: int  # tokens that the tree may add to the rank's step
-    max_depth: int  # most tokens of a path behind `c`
+    max_depth: int  # most tokens of a path after `c`
     level_0: Any  # int64: the paths of the window that the rank computes anyway, see WindowDrafts
     column_0: Any  # int64
     rank: int  # the rank that grows its share

@@ -71,7 +71,7 @@ from lp.sampling.noise import BELOW_1, sequence_key
 from lp.sampling.top_logits import LOGIT, TOKEN
 
 MAX_INDEXES = MAX_CORPORA + 3  # corpora, their delta, a history's two: compiled functions take exactly so many
-MAX_CHOICES = 32  # tokens voted for behind one context
+MAX_CHOICES = 32  # most tokens that get votes after one context
 # Numbers of the contexts that are looked up: one for each kind of memory and order. Window n-grams have no order 0,
 # so that number is the last of the text's.
 TEXT_AT = 0
@@ -106,7 +106,7 @@ MATCH_CORPUS, MATCH_LENGTH, MATCH_PLACE = range(3)
 MATCH = 3
 NOTHING_KNOWN = (0, MAX_MATCH, -1)  # such a match if nothing is known of the context without its newest token
 LEARNING_RATE = 0.3  # learning rate of Adagrad
-FAR = 10.0  # logits this far behind the best get no vote
+FAR = 10.0  # logits this far below the best get no vote
 
 
 def feature_levels() -> np.ndarray:
@@ -163,7 +163,7 @@ class Predictor(NamedTuple):
     follower_counts: Any  # int64 (SAMPLED,): how often each did
     votes: Any  # int64 (2 * most votes,): index of the token in `tokens`, feature, in turn
     tokens: Any  # int64 (MAX_CHOICES,): the tokens voted for
-    scores: Any  # float64 (MAX_CHOICES + 1,): scores of these, later probabilities; behind them "none of them"
+    scores: Any  # float64 (MAX_CHOICES + 1,): scores of these, later probabilities; the last is for "none of them"
     feature_levels: Any  # int64 (FEATURES,), see `feature_levels`
     levels: Any  # int64 (MAX_CHOICES * KINDS,): highest level of each token's votes, by kind of memory
     logits_tokens: Any  # int64 (most logits,): tokens of the logits that vote

@@ -26,7 +26,7 @@ NO_DRAFTS = WindowDrafts()
 class _Text(NamedTuple):
     """The text and its new part, as compiled functions take them."""
 
-    tokens: Any  # int64, with room behind the text
+    tokens: Any  # int64, with room after the text
     start: int  # index of the first new token
     length: int  # tokens of the text
 
