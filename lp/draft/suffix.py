@@ -108,7 +108,7 @@ class SuffixTree(DraftSource):
             config.min_token_prob,
             config.tree,
         )
-        return DraftTree(draft.token_ids, draft.parents)  # parents come first, and no node has two children with one token
+        return DraftTree(draft.token_ids, draft.parents)  # parents come first, and siblings differ
 
     def observe(self, text: Sequence[int], num_new: int, samples: StepSamples) -> None:
         """Add the text's new tokens to the suffix tree.
