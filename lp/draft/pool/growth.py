@@ -417,7 +417,10 @@ def find_best_choice(tree, node):
 
 @jit
 def likeliest_parent(tree, nodes):
-    """Find the node to which a child should be added next: its best choice is the most likely to be accepted.
+    """Find the node of a growing draft tree to which a child should be added next.
+
+    It is the node whose best choice (the likeliest predicted token that may become its child) is most likely to be
+    accepted.
 
     Args:
         tree: GrowingTree.

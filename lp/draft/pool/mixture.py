@@ -402,8 +402,8 @@ def vote_text(tables, predictor, choices, votes):
 def search_corpora(corpora, num_corpora, recent, known, before, match, followers, counts):
     """Find the longest run of a text's newest tokens that occurs in any corpus, and count which tokens follow it there.
 
-    If the match before the newest token had a single place, and the newest token follows at this place, nothing is
-    searched: the match continues there.
+    Nothing is searched if the text without its newest token has a match at one place alone, and the newest token
+    follows there. The match is then continued at this place.
 
     Args:
         corpora: tuple of MAX_INDEXES Corpus (indexes of files).
