@@ -1,4 +1,4 @@
-"""Back-off: while lookahead does not pay, steps are plain, of one token; from time to time lookahead is tried again."""
+"""Back-off: while lookahead does not pay, steps are plain (one token, no lookahead), with a new trial now and then."""
 
 from __future__ import annotations
 
@@ -41,14 +41,21 @@ REPEAT_TOKENS = 4
 
 
 class RepeatDetector:
-    """Notices that a text repeats REPEAT_TOKENS tokens in a row: drafts probably pay again, so a back-off may end."""
+    """Notices when a text repeats a run of tokens: then drafts probably pay again, and a back-off may end.
+
+    A back-off is a series of steps without lookahead. A run has REPEAT_TOKENS tokens.
+    """
 
     def __init__(self) -> None:
         self._last: tuple[int, ...] = ()
         self._runs: set[tuple[int, ...]] = set()
 
     def add(self, new_tokens: Sequence[int]) -> bool:
-        """Add new tokens of the text; returns whether its last REPEAT_TOKENS tokens occurred in it before."""
+        """Add new tokens of the text; returns whether the text's last REPEAT_TOKENS tokens have occurred in it before.
+
+        Args:
+            new_tokens: token ids to add.
+        """
         repeats = False
         for token in new_tokens:
             self._last = (*self._last[1 - REPEAT_TOKENS :], token)
@@ -58,22 +65,26 @@ class RepeatDetector:
 
 
 class BackOff:
-    """Decides for one text whether the next step uses lookahead or is plain, by what lookahead gained lately.
+    """Decides for one text whether the next step uses lookahead or is plain, by how much lookahead has gained recently.
 
-    1. Trial: lookahead runs, and must reach a share of plain decoding's rate (by the step times, not by a clock).
-    2. Back-off: if it does not, the next steps are plain, twice as many each time. A repeated run of tokens ends them
-       early, unless the trial that the last such end led to failed: in a text of four letters all runs repeat.
-    3. Success: lookahead that pays for FIRST_TRIAL_STEPS steps beyond its trial makes the next back-off short again.
+    A plain step generates one token without lookahead. Rates (tokens per second) are calculated from the table of step
+    times, not measured by a clock.
 
-    A text that is MOST_BEHIND plain steps slower than plain decoding would have been backs off at once. No repeat ends
-    that back-off: every PLAIN_STEPS_PER_LOSS plain steps forgive a loss of one step.
+    1. Trial: lookahead runs, and must reach a certain fraction of the rate of plain decoding.
+    2. Back-off: if it does not, the next steps are plain, twice as many in each further back-off. A back-off ends early
+       if the text repeats a run of tokens. But if the trial after such an early end fails, repeats do not end the next
+       back-off, since some texts repeat runs all the time.
+    3. Success: if lookahead pays for FIRST_TRIAL_STEPS steps beyond its trial, the next back-off is short again.
 
-    If n texts share steps, the trial of one delays all of them: trials are n times shorter, and back-offs n times
-    longer, up to the longest.
+    If lookahead has cost a text the time of more than MOST_BEHIND plain steps, a back-off begins at once, and repeats
+    do not end it. Every PLAIN_STEPS_PER_LOSS plain steps, the loss is lowered by one step.
+
+    If n texts share steps, a trial of one text delays all of them. So trials are n times shorter and back-offs n times
+    longer, up to the longest back-off.
 
     Args:
-        temperature: temperature at which tokens are sampled from the whole vocabulary; 0 if the sampler narrows it, or
-            is greedy.
+        temperature: sampling temperature if tokens are sampled from the whole vocabulary; 0 if sampling is greedy or
+            restricted, for example by top-k.
 
     Attributes:
         idle: whether the next step is to be plain.
@@ -97,11 +108,11 @@ class BackOff:
             self._begin()
 
     def record_step(self, new_tokens: Sequence[int], plain_steps: float, texts: int = 1) -> None:
-        """Judge lookahead by a step that used it; begins a back-off if it does not pay.
+        """Judge lookahead by a step that used it; if it does not pay, a back-off (a series of plain steps) begins.
 
         Args:
             new_tokens: token ids that the step added to the text.
-            plain_steps: time of the step, as a multiple of a plain step's.
+            plain_steps: time of the step, divided by the time of a plain step.
             texts: number of texts that shared the step.
         """
         self._repeats.add(new_tokens)
@@ -118,7 +129,11 @@ class BackOff:
             self._resumed_by_repeat = False
 
     def record_plain_step(self, new_tokens: Sequence[int]) -> None:
-        """Count a plain step of a back-off, which may end it; `new_tokens` are those that it added to the text."""
+        """Count a plain step (without lookahead) of a back-off; it may be the last one.
+
+        Args:
+            new_tokens: token ids that the step added to the text.
+        """
         repeats = self._repeats.add(new_tokens) and not self._ignores_repeats
         self._plain_left -= 1
         self._behind -= 1 / PLAIN_STEPS_PER_LOSS

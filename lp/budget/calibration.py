@@ -1,7 +1,7 @@
-"""Corrects the accept probabilities that draft sources state, by how many draft tokens the last steps accepted.
+"""Corrects the accept probabilities that draft sources state, by how many draft tokens the last steps have accepted.
 
 There are three corrections: a calibration factor for every token of a path, a depth discount for long paths, and a
-bonus for exploring, since the pool learns even from rejected draft tokens.
+bonus for exploration, since the n-gram pool learns even from rejected draft tokens.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ EXPLORATION_TOKENS = 8
 
 
 class DraftRecord(NamedTuple):
-    """What became of a step's draft tokens, on all ranks together.
+    """How many draft tokens of one step, on all ranks together, were expected to be accepted, and how many were.
 
     Attributes:
-        accept_probs: stated accept probabilities of all draft tokens, the largest first.
-        expected: number of draft tokens that should have been accepted along the text by these probabilities, each
-            given that the one before it was.
+        accept_probs: accept probabilities that draft sources stated for all draft tokens, the largest first.
+        expected: number of draft tokens that were expected to be accepted, by the stated probabilities along the
+            accepted path, each given that the token before it was accepted.
         accepted: number of draft tokens that were accepted.
     """
 
@@ -57,10 +57,10 @@ class DraftRecord(NamedTuple):
 
 
 class Calibration:
-    """Corrects accept probabilities by how many draft tokens were accepted for each one expected, in the last steps.
+    """Corrects accept probabilities by the ratio of accepted to expected draft tokens in the last steps.
 
-    Stated probabilities may be wrong for a while: a text that repeats itself with one token changed each time leaves
-    a path that looked certain, at the same token each time.
+    Stated probabilities may be wrong for a while. For example, if a text repeats itself with one token changed each
+    time, the repeated path looks certain, and is rejected at this token each time.
     """
 
     def __init__(self) -> None:
@@ -68,11 +68,15 @@ class Calibration:
 
     @property
     def factor(self) -> float:
-        """Factor on the probability of every draft token, given that its parent is accepted; LEAST_CALIBRATION to 1."""
+        """Factor (LEAST_CALIBRATION to 1) for each draft token's probability, given that its parent is accepted."""
         return min(max(self._accepted_per_expected.ratio, LEAST_CALIBRATION), 1.0)
 
     def record_step(self, drafts: DraftRecord) -> None:
-        """Learn from a step whose draft tree was grown with the present factor."""
+        """Learn from a step for which the present `factor` was used.
+
+        Args:
+            drafts: how many of the step's draft tokens were expected to be accepted, and how many were.
+        """
         if not len(drafts.accept_probs):
             self._accepted_per_expected.add(DRIFT_TOKENS, DRIFT_TOKENS)
             return
@@ -80,25 +84,32 @@ class Calibration:
 
 
 class DepthDiscount:
-    """Lowers the accept probability of long paths: of d draft tokens in a row by a factor 1 / (1 + per_token x d)."""
+    """Lowers accept probabilities of long paths: for d draft tokens in a row, by the factor 1 / (1 + per_token * d)."""
 
     def __init__(self) -> None:
         self._longest = 0.0  # most tokens that one of the last steps accepted, fading
 
     @property
     def per_token(self) -> float:
-        """The discount for each token of a path: smaller if the last steps accepted long paths."""
+        """The constant x in the factor 1 / (1 + x * d), by which the probability of d tokens in a row is multiplied.
+
+        It is smaller, so that long paths keep more of their probability, if one of the last steps accepted many tokens.
+        """
         return 1 / (PRIOR_DEPTH + self._longest)
 
     def record_step(self, num_accepted: int) -> None:
-        """Learn from a step, by how many draft tokens it accepted."""
+        """Learn from a decode step how long accepted paths are.
+
+        Args:
+            num_accepted: number of draft tokens that the step accepted.
+        """
         self._longest = max(num_accepted, DEPTH_DECAY * self._longest)
 
 
 def exploration_bonus(accepted_per_step: float) -> float:
-    """What a draft token is worth even if it is rejected, in generated tokens.
+    """Value of a draft token even if it is rejected, in generated tokens: the n-gram pool learns from its logits.
 
     Args:
-        accepted_per_step: mean number of draft tokens that the last steps accepted; below 1 the bonus is smaller.
+        accepted_per_step: average number of draft tokens that the last steps accepted; below 1, the bonus is smaller.
     """
     return EXPLORATION_BONUS * min(accepted_per_step, 1.0)

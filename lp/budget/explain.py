@@ -1,4 +1,4 @@
-"""The token budget in words, for users: what steps may take, and what the steps of the last text took."""
+"""Describes the token budget to users: how large steps may become, and how large the steps of the last text were."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SURE = 0.08  # a relative doubt about a step time below which it counts as known
 
 
 class Step(Protocol):
-    """The fields of a step's statistics that `describe_steps` reads; `StepStats` has them."""
+    """The fields of a decode step's statistics that `describe_steps` reads; `StepStats` has these fields."""
 
     @property
     def columns(self) -> int: ...
@@ -32,7 +32,8 @@ def describe_budget(config: LookaheadConfig, step_times: StepTimes | None) -> st
 
     Args:
         config: settings of the decoder.
-        step_times: step times by which an adaptive budget decides, shown behind it; None for a fixed budget.
+        step_times: table of step times by which an adaptive budget decides, shown at the end of the line; None if the
+            budget is fixed.
     """
     shape = f"W={config.window_size} N={config.ngram_size} G={config.guess_set_size}"
     if step_times is None:
@@ -41,14 +42,14 @@ def describe_budget(config: LookaheadConfig, step_times: StepTimes | None) -> st
 
 
 def describe_origin(path: Path, estimate: Estimate, threads: int) -> str:
-    """Describe how sure step times are and where they are stored, to be appended to `describe_budget`.
+    """Describe how reliable step times are and where they are stored, as text to append to `describe_budget`'s line.
 
     For example "; known within 8 % up to 64 tokens, from 310 steps, 2 threads; kept in FILE".
 
     Args:
-        path: file in which the step times are kept.
-        estimate: estimate that the step times are taken from.
-        threads: CPU threads that compute a step; 0 on a GPU.
+        path: path of the file in which the step times are kept.
+        estimate: estimate from which the step times are taken.
+        threads: number of CPU threads that compute a step; 0 on a GPU.
     """
     sure = [size for size, doubt in zip(estimate.num_tokens, estimate.doubts, strict=True) if doubt <= SURE]
     known = f"known within {100 * SURE:.0f} % up to {sure[-1]} tokens, from" if sure else "estimated from one layer and"
@@ -57,7 +58,11 @@ def describe_origin(path: Path, estimate: Estimate, threads: int) -> str:
 
 
 def describe_steps(steps: Sequence[Step]) -> str:
-    """Summarise the steps of a text in one line: tokens, steps, draft tokens and columns per step, plain steps."""
+    """Summarise the decode steps of a text in one line: tokens, steps, draft tokens and columns per step, plain steps.
+
+    Args:
+        steps: statistics of each step.
+    """
     if not steps:
         return "no steps yet"
     lookahead_steps = [step for step in steps if not step.idle]

@@ -1,11 +1,11 @@
-"""Learns step times from the steps of texts, beginning with a prior, and keeps track of how sure they are.
+"""Learns step times from the steps of texts, starting from a prior, and keeps track of how reliable they are.
 
-The size of a step is its number of tokens; a plain step generates one token without lookahead. The logarithms of the
-step times of all sizes are unknowns with a joint normal distribution: its mean and covariance are kept. Steps taken one
-after the other tell what their sizes take in relation to each other: how busy the machine was meanwhile is one more
-unknown, which they share.
+The size of a step is its number of tokens. A plain step generates one token without lookahead. The logarithms of the
+step times of all sizes are unknowns with a joint normal distribution, whose mean and covariance are kept. Steps that
+run one after the other tell how the times of their sizes relate to each other. How busy the machine was meanwhile is
+one more unknown, which all these steps share.
 
-n: number of sizes, and 1 for the plain step, which comes first.
+n: number of sizes plus 1, for the plain step, which comes first.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ DIGITS = 7  # decimal places of seconds in a file, which is for people, too
 
 
 class TimedStep(NamedTuple):
-    """A measured step of a single text, from which step times are learned.
+    """A measured decode step of a single text, from which step times are learned.
 
     Attributes:
-        num_tokens: tokens that it computed, padding included; 0 for a plain step.
-        seconds: seconds that it took.
+        num_tokens: number of tokens that the step computed, padding included; 0 for a plain step (no lookahead).
+        seconds: duration of the step.
     """
 
     num_tokens: int
@@ -59,13 +59,14 @@ class TimedStep(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Estimate:
-    """What is known of step times so far, and how surely; immutable, `after` gives the next one.
+    """What is known so far about step times, and how reliably; immutable, as `after` returns a new estimate.
 
     Args:
         num_tokens: sizes of steps in tokens, ascending from 1.
-        mean: float64 (n,), expected logarithms of the seconds of a plain step and of each size.
+        mean: float64 (n,), expected logarithms of seconds: first for a plain step (no lookahead), then for a step of
+            each size; n is the number of sizes plus 1.
         covariance: float64 (n, n), covariance of these logarithms.
-        steps: number of steps that it was learned from.
+        steps: number of measured steps from which the estimate was learned.
     """
 
     num_tokens: tuple[int, ...]
@@ -75,19 +76,26 @@ class Estimate:
 
     @classmethod
     def of_prior(cls, times: StepTimes) -> Estimate:
-        """Make the estimate to begin with, before any step was timed: prior step times, with large doubts."""
+        """Make the first estimate, before any step was timed, from prior step times, which are taken as very unsure.
+
+        Args:
+            times: prior step times.
+        """
         return cls(times.num_tokens, np.log([times.plain_s, *times.seconds]), _prior_covariance(times.num_tokens))
 
     @cached_property
     def times(self) -> StepTimes:
-        """The expected step times."""
+        """The expected step times, as a table."""
         plain_s, *seconds = (round(value, DIGITS) for value in np.exp(self.mean).tolist())
         least = 10.0**-DIGITS
         return StepTimes(self.num_tokens, tuple(max(each, least) for each in seconds), max(plain_s, least))
 
     @cached_property
     def doubts(self) -> np.ndarray:
-        """How unsure each size is: standard deviation of log(step time / plain step's time), float64 (n - 1,)."""
+        """Relative uncertainty of the time of each size: standard deviation of log(step time / plain step's time).
+
+        It is a float64 array with one value for each size; 0.08 means about 8 %.
+        """
         covariance = self.covariance
         variances = np.diag(covariance)[1:] + covariance[0, 0] - 2 * covariance[0, 1:]
         doubts: np.ndarray = np.sqrt(np.maximum(variances, 0))
@@ -97,8 +105,9 @@ class Estimate:
     def careful(self) -> StepTimes:
         """Pessimistic step times, by which the adaptive budget decides: longer than expected where they are unsure.
 
-        So draft tokens of a size that was rarely timed have to promise more. A plain step's time is as expected. Doubt
-        alone does not make a size slower than the next larger one, since steps would be padded for no reason.
+        So draft tokens have to promise more if steps of the resulting size were rarely timed. A plain step's time is as
+        expected. Uncertainty alone does not make a size slower than the next larger size, since steps would be padded
+        for no reason.
         """
         times = self.times
         seconds = np.array(times.seconds) * np.exp(CAUTION * self.doubts)
@@ -109,7 +118,11 @@ class Estimate:
         return StepTimes(self.num_tokens, tuple(seconds.tolist()), times.plain_s)
 
     def after(self, steps: Sequence[TimedStep]) -> Estimate:
-        """The estimate corrected by new steps, taken one after the other; itself if none of them is usable."""
+        """Return a new estimate that takes measured steps into account; the same estimate if no step is usable.
+
+        Args:
+            steps: measured steps, which ran one after the other.
+        """
         by_size: dict[int, list[float]] = {}
         for step in steps:
             if step.num_tokens <= self.num_tokens[-1] and 0 < step.seconds < float("inf"):
@@ -142,7 +155,11 @@ class Estimate:
         return 1 + (below if num_tokens**2 <= sizes[below] * sizes[above] else above)  # by the ratio
 
     def as_json(self) -> dict[str, Any]:
-        """The estimate as JSON that people can read: seconds and doubts by number of tokens, and steps behind them."""
+        """Convert the estimate to JSON that people can read.
+
+        It contains the seconds and their uncertainty by number of tokens, the number of measured steps, and the
+        covariance.
+        """
         names = ["plain", *map(str, self.num_tokens)]
         seconds = [self.times.plain_s, *self.times.seconds]
         return {
@@ -154,10 +171,10 @@ class Estimate:
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> Estimate:
-        """Make the estimate from JSON that `as_json` wrote, perhaps edited by a person.
+        """Build an estimate from JSON that `as_json` has written, and that a person may have edited.
 
         Raises:
-            ValueError, TypeError, KeyError, IndexError, OverflowError: the JSON is no estimate.
+            ValueError, TypeError, KeyError, IndexError, OverflowError: the JSON does not describe an estimate.
         """
         seconds = dict(found["seconds"])
         plain_s = seconds.pop("plain")

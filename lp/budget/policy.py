@@ -1,8 +1,9 @@
 """The token budget: how many window columns and draft tokens the next step gets; a fixed number, or as many as pay.
 
-A text takes least time if every step maximises its tokens less rate x seconds, where rate is the tokens per second of
-the steps around it: a draft token pays while its accept probability exceeds rate x the seconds that it costs.
-Every rank decides from the same figures (probabilities, accepted tokens, rank 0's step times), never by its own clock.
+A text is generated fastest if every step maximises its generated tokens less rate * seconds, where rate is the number
+of tokens per second in the steps around it. So a draft token pays as long as its accept probability exceeds rate * the
+seconds that it adds to the step. All ranks decide from the same figures (probabilities, accepted tokens, rank 0's step
+times), never by their own clocks.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ Clock = Callable[[TimedStep], StepTimes | None]
 
 @dataclass(frozen=True, slots=True)
 class Company:
-    """How one text shares steps with others: what its budget needs to know about them.
+    """How one text shares decode steps with other texts, as far as its token budget has to know.
 
     Attributes:
-        texts: number of texts that a step computes together, this one included.
-        other_tokens: estimated step tokens of a rank that the other texts take.
-        tokens_per_s: estimated generated tokens per second of all texts together; 0: not known yet.
+        texts: number of texts that a step computes together, including this one.
+        other_tokens: estimated number of step tokens on a rank that belong to the other texts.
+        tokens_per_s: estimated generated tokens per second, of all texts together; 0: not known yet.
     """
 
     texts: int = 1
@@ -46,16 +47,17 @@ class Company:
 
 
 class Budget(Protocol):
-    """Decides how much each step of one text computes; every rank has one and all decide alike.
+    """Decides how much each step of one text computes; every rank has an instance, and all instances decide alike.
 
     Attributes:
         columns: number of columns of the lookahead window in the next step, on all ranks together.
         step_tokens: B, the most step tokens of a rank.
         ranks: R, number of ranks that share a step.
-        uses_prompt_logits: whether the pool may learn from the prompt's logits, if the config has them computed.
-        max_padded_tokens: most tokens that `padded_size` returns; 0 if steps are never padded.
-        learns: whether the budget learns: if not, `record_step` and `observe` need not be called.
-        company: the texts that share the next step with this one; set before each step.
+        uses_prompt_logits: whether the n-gram pool may learn from the prompt's logits, if the settings have them
+            computed.
+        max_padded_tokens: largest number that `padded_size` returns; 0 if steps are never padded.
+        learns: whether the budget learns from steps; if not, `record_step` and `observe` need not be called.
+        company: number and size of the texts that share the next step with this one; set before each step.
     """
 
     columns: int
@@ -68,56 +70,60 @@ class Budget(Protocol):
 
     @property
     def tokens_per_step(self) -> float:
-        """Average number of tokens that the last steps generated for this text; texts that share steps sum it up."""
+        """Average number of tokens that each of the last steps generated for this text.
+
+        If texts share steps, their averages are added up.
+        """
         ...
 
     @property
     def idle(self) -> bool:
-        """Whether the next step is plain: without window and draft tokens, and nothing is learned from it."""
+        """Whether the next step is plain: it has no window and no draft tokens, and nothing is learned from it."""
         ...
 
     def price(self, base_tokens: int, least_tokens: int) -> TokenPrice | None:
-        """The price of draft tokens in the next step, on one rank; None: they cost nothing.
+        """Return the price of draft tokens in the next step, on one rank; None: draft tokens cost nothing.
 
         Args:
-            base_tokens: step tokens of the rank without draft tokens.
-            least_tokens: most such tokens of any rank, for which the others wait; 0 if there is no other rank.
+            base_tokens: number of step tokens on this rank without draft tokens.
+            least_tokens: largest such number of any rank, because all ranks wait for that rank; 0 if there is only one
+                rank.
         """
         ...
 
     def padded_size(self, num_tokens: int) -> int:
-        """How many tokens to compute in a step that needs `num_tokens`: more, where a larger step is faster."""
+        """How many tokens to compute in a step that needs `num_tokens`: more tokens if a larger step is faster."""
         ...
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """Learn from the measured time of a step on this rank; called only for steps of this text alone.
+        """Learn from the measured time of a step on this rank; called only for steps that no other text shares.
 
         Args:
-            num_tokens: tokens that the step needed, without padding; 0 for a plain step.
-            seconds: seconds that the step took.
+            num_tokens: number of tokens that the step needed, without padding; 0 for a plain step (no lookahead).
+            seconds: duration of the step.
         """
         ...
 
     def record_step(self, new_tokens: Sequence[int], num_tokens: int, drafts: DraftRecord) -> None:
-        """Learn from the result of a step, which is the same on every rank.
+        """Learn from the result of a decode step, which is the same on every rank.
 
         Args:
             new_tokens: token ids that the step added to the text.
-            num_tokens: most step tokens of any rank, without padding.
-            drafts: what became of the step's draft tokens.
+            num_tokens: number of step tokens, without padding, on the rank that had most.
+            drafts: how many draft tokens were expected to be accepted, and how many were.
         """
         ...
 
 
 class FixedBudget:
-    """The budget of a fixed shape: every step has W columns, and as many draft tokens as its size leaves room for.
+    """A budget of fixed shape: every step has W columns, and as many draft tokens as its fixed size leaves room for.
 
     Args:
-        config: W, N and G of a whole step.
+        config: settings with W, N and G of a whole step, on all ranks together.
         ranks: number of ranks that divide the step among them.
 
     Raises:
-        ValueError: a rank's part has more tokens than MAX_STEP_TOKENS.
+        ValueError: one rank would have to compute more than MAX_STEP_TOKENS tokens.
     """
 
     idle = False
@@ -143,34 +149,35 @@ class FixedBudget:
         return None
 
     def padded_size(self, num_tokens: int) -> int:
-        """Return the number as it is: steps of a fixed budget are not padded."""
+        """Return `num_tokens` unchanged: steps under a fixed budget are not padded."""
         return num_tokens
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """Do nothing: a fixed budget does not depend on time."""
+        """Do nothing: a fixed budget does not depend on how long steps take."""
 
     def record_step(self, new_tokens: Sequence[int], num_tokens: int, drafts: DraftRecord) -> None:
-        """Do nothing: a fixed budget learns nothing."""
+        """Do nothing: a fixed budget does not learn from the results of steps."""
 
 
 class AdaptiveBudget:
-    """The budget that gives each step as many columns and draft tokens as pay on this machine and in this text.
+    """A budget that gives each step as many columns and draft tokens as pay, on this machine and in this text.
 
-    It decides by step times and by what the last steps accepted, with the parts in this package's other files: a window
-    policy, a calibration and a depth discount of accept probabilities, and a back-off to plain steps.
+    It decides by step times, and by how many tokens the last steps accepted. Other files of this package contain its
+    parts: a window policy, a calibration and a depth discount for accept probabilities, and a back-off to plain steps
+    (steps of one token, without lookahead).
 
     Args:
         config: settings of the decoder; W and G are the most columns and draft tokens of one rank.
-        step_times: seconds of a step by the number of tokens of a rank.
+        step_times: table of the seconds that a step takes, by the number of tokens of a rank.
         ranks: R, number of ranks that share a step.
-        temperature: temperature at which tokens are sampled from the whole vocabulary; 0 if the sampler narrows it, or
-            is greedy.
+        temperature: sampling temperature if tokens are sampled from the whole vocabulary; 0 if sampling is greedy or
+            restricted, for example by top-k.
         texts: most texts that may share a step.
-        clock: called with each timed step; returns new step times to use, or None to keep the present ones. None: the
-            step times never change.
+        clock: function that is called with each timed step; returns new step times to use from now on, or None to keep
+            the present ones. If `clock` itself is None, the step times never change.
 
     Attributes:
-        company: the texts that share the next step with this one.
+        company: number and size of the texts that share the next step with this one.
     """
 
     learns = True
@@ -211,18 +218,21 @@ class AdaptiveBudget:
 
     @property
     def idle(self) -> bool:
-        """Whether the next step is plain, because lookahead does not pay now."""
+        """Whether the next step is plain (one token, no lookahead), because lookahead does not pay now."""
         return self._back_off.idle
 
     @property
     def tokens_per_s(self) -> float:
-        """Generated tokens per second in the last steps, by the step times, of all texts; at least plain decoding's."""
+        """Generated tokens per second of all texts, in the last steps; at least the rate of decoding without lookahead.
+
+        Seconds are taken from the table of step times, not from a clock.
+        """
         rate = self._rate.ratio if self.company.texts == 1 else self.company.tokens_per_s
         return max(rate, 1 / self._plain_s)
 
     @property
     def tokens_per_step(self) -> float:
-        """Average number of tokens that the last steps generated."""
+        """Average number of tokens that each of the last steps generated for this text."""
         return self._accepted.ratio + 1
 
     @property
@@ -241,13 +251,15 @@ class AdaptiveBudget:
         return self._plain_s + times.own_work_s + times.step_s(others + num_tokens) - times.step_s(others + 1)
 
     def price(self, base_tokens: int, least_tokens: int) -> TokenPrice:
-        """The price of draft tokens in the next step, on one rank.
+        """Return the price of draft tokens in the next step, on one rank.
 
-        In the time in which one rank computes one more token, all R ranks can: so each pays 1 / R of the time.
+        While one rank computes one more token, each of the R ranks can compute one. So each token is charged 1 / R of
+        the time.
 
         Args:
-            base_tokens: step tokens of the rank without draft tokens.
-            least_tokens: most such tokens of any rank, for which the others wait; 0 if there is no other rank.
+            base_tokens: number of step tokens on this rank without draft tokens.
+            least_tokens: largest such number of any rank, because all ranks wait for that rank; 0 if there is only one
+                rank.
         """
         others = self._other_tokens
         return TokenPrice(
@@ -268,15 +280,17 @@ class AdaptiveBudget:
         return max(min(self.company.other_tokens, self._step_times.max_tokens - self.step_tokens), 0)
 
     def padded_size(self, num_tokens: int) -> int:
-        """How many tokens to compute in a step that needs `num_tokens`: more where a larger step is faster."""
+        """How many tokens to compute in a step that needs `num_tokens`: more tokens if a larger step is faster."""
         return self._step_times.padded_size(num_tokens)
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """Tell the clock how long a step took, and use the step times that it returns if they differ by enough.
+        """Report a step's time to the clock, and use the step times that it returns if they differ enough to matter.
+
+        The clock is the function that was given to the constructor.
 
         Args:
-            num_tokens: tokens that the step needed, without padding; 0 for a plain step.
-            seconds: seconds that the step took.
+            num_tokens: number of tokens that the step needed, without padding; 0 for a plain step (no lookahead).
+            seconds: duration of the step.
         """
         if self._clock is None:
             return
@@ -288,7 +302,13 @@ class AdaptiveBudget:
                 self._window.take(self._step_times)
 
     def record_step(self, new_tokens: Sequence[int], num_tokens: int, drafts: DraftRecord) -> None:
-        """Learn from the result of a step; if lookahead does not pay, the next steps are plain. (Args: see Budget.)"""
+        """Learn from the result of a decode step; if lookahead does not pay, the next steps are plain (one token each).
+
+        Args:
+            new_tokens: token ids that the step added to the text.
+            num_tokens: number of step tokens, without padding, on the rank that had most.
+            drafts: how many draft tokens were expected to be accepted, and how many were.
+        """
         if self.idle:  # the step guessed nothing, though it may have caught up with what other ranks computed
             self._back_off.record_plain_step(new_tokens)
             return

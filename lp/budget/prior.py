@@ -1,4 +1,4 @@
-"""Step times to begin with, before any step was timed: estimated from one timed layer and the host's usual work."""
+"""Prior step times, before any step was timed: estimated from one timed layer and typical work of the host."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ HOST_S, HOST_TOKEN_S = (0.5e-3, 10e-6) if COMPILED else (2e-3, 300e-6)
 
 
 def prior_times(pass_s: Mapping[int, float], max_tokens: int) -> StepTimes:
-    """Estimate step times from the times of forward passes, by adding the host's work.
+    """Estimate step times from the times of forward passes, by adding typical times for the host's work.
 
     Sizes that are too slow ever to pay are left out.
 
     Args:
-        pass_s: seconds of a forward pass by its number of tokens, at least two sizes, ascending from 1.
-        max_tokens: tokens of the largest step to estimate.
+        pass_s: seconds of a forward pass by its number of tokens, for at least two sizes, ascending from 1.
+        max_tokens: number of tokens in the largest step to estimate.
     """
     timed, seconds = [*pass_s], [*pass_s.values()]
     sizes = [*(size for size in SIZES if size < max_tokens), max_tokens]

@@ -1,4 +1,4 @@
-"""A running ratio: the kind of average from which the token budget estimates its rates and probabilities."""
+"""A running ratio: the kind of average by which the token budget estimates rates and probabilities."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class RunningRatio(Generic[Value]):
     """The ratio of two running sums in which older values fade, for example accepted draft tokens per step.
 
     Args:
-        numerator: first value of the upper sum; an array holds several ratios that share the lower sum.
-        denominator: first value of the lower sum.
-        memory: about how many of the last values count: each new one scales the sums before it by 1 - 1 / memory.
+        numerator: first value of the sum in the numerator; an array holds several ratios with a common denominator.
+        denominator: first value of the sum in the denominator.
+        memory: about how many of the last values count; each new value scales the sums before it by 1 - 1 / memory.
     """
 
     def __init__(self, numerator: Value, denominator: float, memory: float) -> None:
@@ -31,11 +31,16 @@ class RunningRatio(Generic[Value]):
         self._decay = 1 - 1 / memory
 
     def add(self, numerator: Value, denominator: float) -> None:
-        """Add a new value to each of the two sums, and let the older values fade."""
+        """Let the older values in both sums fade, then add a new value to each sum.
+
+        Args:
+            numerator: value to add to the sum in the numerator.
+            denominator: value to add to the sum in the denominator.
+        """
         self._numerator = self._decay * self._numerator + numerator
         self._denominator = self._decay * self._denominator + denominator
 
     @property
     def ratio(self) -> Value:
-        """Upper sum over lower sum; the lower one must not be 0."""
+        """The sum in the numerator, divided by the sum in the denominator, which must not be 0."""
         return self._numerator / self._denominator

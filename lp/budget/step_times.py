@@ -1,4 +1,4 @@
-"""Step times t(T): how long a step of T tokens takes, from which padding and the price of draft tokens follow."""
+"""Step times t(T): how long a step of T tokens takes; padding and the price of draft tokens are derived from them."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ SHOWN_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 @dataclass(frozen=True)
 class StepTimes:
-    """A table of how long a whole step (model, exchange, host) takes by its number of tokens T.
+    """A table of how long a whole decode step (model, exchange between ranks, host) takes, by its number of tokens T.
 
     T includes the newest token of the text. Times between the given sizes are interpolated. Where a larger step is
-    clearly faster than a smaller one, the smaller one is padded up to it.
+    clearly faster than a smaller one, the smaller step is padded to the larger size.
 
     Args:
-        num_tokens: sizes T of the table, ascending from 1.
-        seconds: seconds of a step of each size.
-        plain_s: seconds of a plain step, which generates one token without lookahead.
+        num_tokens: sizes T in the table, ascending from 1.
+        seconds: seconds that a step of each size takes.
+        plain_s: seconds that a plain step takes, which generates one token without lookahead.
 
     Raises:
         ValueError: the sizes do not ascend from 1, or some seconds are not positive and finite.
@@ -59,12 +59,17 @@ class StepTimes:
 
     @classmethod
     def constant(cls, seconds: float, max_tokens: int) -> StepTimes:
-        """Make step times by which steps of all sizes, plain ones too, take `seconds`; for tests and simulations."""
+        """Make a table in which steps of all sizes, and plain steps, take equally long; for tests and simulations.
+
+        Args:
+            seconds: seconds that every step takes.
+            max_tokens: largest size in the table, in tokens.
+        """
         return cls((1, max_tokens), (seconds, seconds), seconds)
 
     @property
     def max_tokens(self) -> int:
-        """The largest size of the table, in tokens."""
+        """The largest size in the table, in tokens."""
         return self.num_tokens[-1]
 
     @cached_property
@@ -86,35 +91,37 @@ class StepTimes:
         return sizes
 
     def padded_size(self, num_tokens: int) -> int:
-        """How many tokens to compute in a step that needs `num_tokens`: more where a larger step is faster."""
+        """How many tokens to compute in a step that needs `num_tokens`: more tokens if a larger step is faster."""
         return self._padded_sizes[num_tokens] if num_tokens <= self.max_tokens else num_tokens
 
     @cached_property
     def seconds_by_tokens(self) -> np.ndarray:
-        """Seconds of a step by the tokens it needs, padded where that is faster: float64 (max_tokens + 1,)."""
+        """Seconds of a step that needs 0, 1, ... max_tokens tokens, padded if that is faster (float64 array)."""
         padded = self._unpadded_seconds[self._padded_sizes]
         return np.minimum.accumulate(padded[::-1])[::-1].copy()  # contiguous: else compiled code is compiled twice
 
     def step_s(self, num_tokens: int) -> float:
-        """Seconds of a step that needs `num_tokens` tokens; beyond the table, in proportion to them."""
+        """Seconds of a step that needs `num_tokens` tokens; beyond the table, they grow in proportion to tokens."""
         if num_tokens <= self.max_tokens:
             return float(self.seconds_by_tokens[num_tokens])
         return float(self.seconds_by_tokens[-1] * num_tokens / self.max_tokens)
 
     @property
     def own_work_s(self) -> float:
-        """Seconds of host work that drafting and learning add to a step: one of 1 token less a plain one, at least 0.
+        """Seconds of host work that drafting and learning add to a step.
 
-        On a busy machine plain steps may seem slower than these; that says nothing about the host's work.
+        They are the time of a step of 1 token with drafting, less the time of a plain step. On a busy machine plain
+        steps may seem slower than steps of 1 token; the result is then 0.
         """
         return max(self.step_s(1) - self.plain_s, 0.0)
 
     @cached_property
     def marginal_seconds(self) -> np.ndarray:
-        """Least average seconds per token that any larger step adds, by size: float64 (max_tokens + 1,).
+        """Least seconds that each further token costs, for steps that have 0, 1, ... max_tokens tokens so far.
 
-        Growing a draft tree can stop by it: if the next draft token's accept probability is below the price of this
-        time, no larger step pays either, since the tokens after it are less likely still.
+        For each of these sizes, it is the least average time per added token over all larger sizes (infinite for the
+        largest). A draft tree can stop growing by it: if the accept probability of the next draft token is below the
+        price of this time, no larger step pays, since later tokens are even less likely.
         """
         seconds = self.seconds_by_tokens.tolist()
         marginal = np.full(self.max_tokens + 1, np.inf)
@@ -132,7 +139,7 @@ class StepTimes:
 
     @cached_property
     def affordable_tokens(self) -> int:
-        """Size of the largest step that takes no longer than two plain steps, in tokens; at least 1."""
+        """Size in tokens, at least 1, of the largest step that takes no longer than two steps without lookahead."""
         return max(int(np.searchsorted(self.seconds_by_tokens, 2 * self.plain_s, "right")) - 1, 1)
 
     def __str__(self) -> str:
@@ -144,9 +151,14 @@ class StepTimes:
 
 @lru_cache(maxsize=16)  # what follows from them takes milliseconds, and every text of a batch has them
 def extended(times: StepTimes, max_tokens: int) -> StepTimes:
-    """Extend a table of step times to at least `max_tokens`, in proportion to tokens, for steps that texts share.
+    """Extend a table of step times to at least `max_tokens`, for steps that several texts share.
 
-    It ends at MAX_TABLE_TOKENS at the latest.
+    Beyond the given table, the times grow in proportion to the number of tokens. The new table never exceeds
+    MAX_TABLE_TOKENS.
+
+    Args:
+        times: the table to extend.
+        max_tokens: largest size that is needed, in tokens.
     """
     max_tokens = min(max_tokens, MAX_TABLE_TOKENS)
     if max_tokens <= times.max_tokens:
@@ -156,15 +168,24 @@ def extended(times: StepTimes, max_tokens: int) -> StepTimes:
 
 
 def scaled(times: StepTimes, plain_s: float) -> StepTimes:
-    """Scale all step times by one factor, so that a plain step takes `plain_s` seconds.
+    """Multiply all step times by one factor, chosen so that a plain step takes `plain_s` seconds.
 
-    A rate that was reckoned by other step times with this `plain_s` stays comparable.
+    Rates (tokens per second) calculated with another table stay comparable, if `plain_s` is the plain step's time
+    there.
+
+    Args:
+        times: the table to scale.
+        plain_s: seconds that a plain step (without lookahead) is to take.
     """
     share = plain_s / times.plain_s
     return StepTimes(times.num_tokens, tuple(share * each for each in times.seconds), plain_s)
 
 
 def differ(times: StepTimes, others: StepTimes) -> bool:
-    """Whether some time of two tables with the same sizes differs by more than a factor of NEWS: enough to matter."""
+    """Whether any time in two tables of step times differs by more than a factor of NEWS, which is enough to matter.
+
+    Args:
+        times, others: the two tables, which have the same sizes.
+    """
     pairs = [(times.plain_s, others.plain_s), *zip(times.seconds, others.seconds, strict=False)]
     return any(max(pair) > NEWS * min(pair) for pair in pairs)

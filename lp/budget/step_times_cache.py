@@ -28,12 +28,14 @@ FORMAT = 5  # version of the files, which is part of their names: other versions
 class StepTimesFile:
     """The file with the step times of one model on one machine; people may read, edit and remove it.
 
-    It holds a JSON object: `about`, the time of writing, and the estimate as `Estimate.as_json` gives it.
+    It holds a JSON object with the entries of `about`, the time of writing, and the entries of `Estimate.as_json`.
 
     Args:
-        about: what is timed, in words, by name; the file's name begins with the first value, the model's name.
-        key_parts: all that step times depend on, such as model, device and versions; the file's name has a hash of it.
-        kept: file texts by file name, used in place of the folder in this process if that can't be written to.
+        about: description of what is timed, by name; the file's name begins with the first value, the model's name.
+        key_parts: everything on which step times depend, such as model, device and versions; the file's name contains a
+            hash of it.
+        kept: contents of files by file name, used in this process instead of the cache folder if the folder can't be
+            written to.
     """
 
     def __init__(self, about: Mapping[str, Any], key_parts: Sequence[Any], kept: dict[str, str]) -> None:
@@ -44,13 +46,17 @@ class StepTimesFile:
         self.path = cache_folder() / f"{name}-{digest}.json"
 
     def text(self) -> str | None:
-        """The text of the file; None if there is no file, or it is no text."""
+        """Contents of the file; None if there is no such file, or if it can't be read as text."""
         with contextlib.suppress(OSError, ValueError):  # no file, or not text
             return self._kept.get(self.path.name) or self.path.read_text(encoding="utf-8")
         return None
 
     def write(self, estimate: Estimate) -> None:
-        """Store an estimate, whole or not at all; if the folder can't be written to, warn and keep it in memory."""
+        """Write an estimate to the file, completely or not at all; if this fails, warn and keep the estimate in memory.
+
+        Args:
+            estimate: estimate of the step times.
+        """
         day = datetime.now().astimezone().isoformat(" ", "minutes")
         text = json.dumps({**self._about, "written": day, **estimate.as_json()}, indent=1)
         try:
@@ -66,7 +72,14 @@ class StepTimesFile:
 
 
 def read_estimate(text: str) -> Estimate | None:
-    """Read the estimate from the text of a file; None if the text was cut off or edited into something invalid."""
+    """Read an estimate of step times from the contents of a file.
+
+    Args:
+        text: contents of the file.
+
+    Returns:
+        The estimate; None if the contents were cut off or edited into something invalid.
+    """
     try:
         return Estimate.from_json(json.loads(text))
     except (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError, AttributeError):
@@ -74,14 +87,18 @@ def read_estimate(text: str) -> Estimate | None:
 
 
 def machine_key(device: torch.device) -> tuple[Any, ...]:
-    """The parts of a `StepTimesFile` key that describe this machine: processor or GPU, threads, library versions."""
+    """The parts of a `StepTimesFile` key that describe this machine: processor or GPU, threads, library versions.
+
+    Args:
+        device: device that computes decode steps.
+    """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
     versions = (torch.__version__, transformers.__version__, platform.python_version())
     return name, torch.get_num_threads(), COMPILED, *versions
 
 
 def cache_folder() -> Path:
-    """The folder of step times files: lp/step_times in XDG_CACHE_HOME, or in ~/.cache if that is no absolute path."""
+    """The folder for files of step times: lp/step_times in XDG_CACHE_HOME, or in ~/.cache if that is not absolute."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not cache.is_absolute():
         cache = Path(os.path.expanduser("~/.cache"))

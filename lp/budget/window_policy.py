@@ -1,4 +1,4 @@
-"""How many columns the lookahead window gets: as many as raise S, the tokens per step, by more than they cost."""
+"""How many columns the lookahead window gets: as many as raise the tokens per step by more than they cost."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ HALF_GAIN_COLUMNS = 3.0
 
 
 class WindowPolicy:
-    """Chooses how many window columns the next step gets under the adaptive budget: what would have paid most lately.
+    """Chooses the next step's number of window columns under the adaptive budget: what would have paid most lately.
 
-    The draft trees of the last steps are priced again beside a window of every size; each tree is cut to the number of
-    draft tokens that pays most beside that window. They are priced one by one: priced at their mean size, two columns
-    looked free where steps of one token and of four alternate.
+    For each possible number of columns, the draft trees of the last steps are priced again: each tree is cut to the
+    number of draft tokens that pays most beside such a window. Trees are priced one by one, because at their average
+    size two columns would seem to cost nothing if steps of one token and steps of four tokens alternate.
 
     Args:
-        config: has N, and `window_size`, the columns for each rank: the largest window has `window_size` x `ranks`
-            columns, all on one rank.
-        step_times: table of the seconds of a step by the number of tokens of a rank. A window gets at most half of the
-            largest number in it, so that one that costs nothing leaves room for draft tokens.
-        price_per_s: generated tokens that a second is worth, before the first step.
-        ranks: number of ranks that the draft tokens are divided among.
+        config: settings with N, and with `window_size`, the most columns for each rank; the largest window has
+            `window_size` * `ranks` columns, all on one rank.
+        step_times: table of the seconds that a step takes, by the number of tokens of a rank. A window gets at most
+            half of the largest number in the table, so that there is room for draft tokens even if columns cost
+            nothing.
+        price_per_s: generated tokens that a second of step time must bring, before the first step.
+        ranks: number of ranks among which the draft tokens are divided.
     """
 
     def __init__(self, config: LookaheadConfig, step_times: StepTimes, price_per_s: float, ranks: int = 1) -> None:
@@ -48,31 +49,32 @@ class WindowPolicy:
         self._worth = RunningRatio(PRIOR_STEPS * self._worths((), price_per_s), PRIOR_STEPS, MEMORY_STEPS)
 
     def take(self, step_times: StepTimes) -> None:
-        """Use other step times from now on; their table must be as long as the first one."""
+        """Use another table of step times from now on; it must be as long as the first table."""
         # More tokens than the step times know are not to be had.
         self._seconds = np.append(step_times.seconds_by_tokens, np.inf)
 
     def num_tokens(self, columns: int) -> int:
-        """Step tokens of a window with `columns` columns, the newest token of the text included."""
+        """Number of step tokens that a window with `columns` columns takes, including the newest token of the text."""
         return max(columns, 1) + columns * (self._ngram_size - 2)
 
     def columns(self, tokens_per_step: float) -> int:
-        """The number of columns for the next step.
+        """Choose the number of window columns for the next step.
 
         Args:
-            tokens_per_step: mean number of tokens that the last steps generated; a window raises it by a share.
+            tokens_per_step: average number of tokens that the last steps generated; a window is expected to raise it by
+                a fraction.
         """
         return self._sizes[int((self._worth.ratio + tokens_per_step * self._gains).argmax())]
 
     def record_step(
         self, accept_probs: Sequence[float] | np.ndarray, price_per_s: float, other_tokens: int = 0
     ) -> None:
-        """Learn from a step's draft tree.
+        """Learn from a step's draft tree how many window columns would have paid beside it.
 
         Args:
             accept_probs: accept probabilities of the step's draft tokens, the largest first.
-            price_per_s: generated tokens that a second is worth.
-            other_tokens: step tokens of a rank that other texts take.
+            price_per_s: generated tokens that a second of step time must bring.
+            other_tokens: number of step tokens on a rank that belong to other texts.
         """
         self._worth.add(self._worths(accept_probs, price_per_s, other_tokens), 1)
 

@@ -1,7 +1,7 @@
 """Drafting for a text that has to follow a grammar, such as a JSON schema.
 
-Forbidden draft tokens would be rejected for certain: they are left out. Where the grammar leaves no choice of the next
-characters, the tokens that spell them are drafted: these are called forced tokens.
+Draft tokens that the grammar forbids would be rejected for certain, so they are left out. Where the grammar allows only
+one continuation, the tokens that spell this continuation are drafted. They are called forced tokens.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from lp.sampling.grammar import Cursor, common_length
 
 
 class GrammarDrafts(WrappingSource):
-    """Wraps another draft source for a text under a grammar: forbidden nodes are removed, forced tokens are added.
+    """Wraps another draft source for a text with a grammar: removes forbidden draft tokens, and adds forced ones.
 
-    Forced tokens spell characters that must follow, such as `"name":` behind `{`. The model may spell the same
-    characters with other tokens, so forced tokens are verified like all draft tokens.
+    Forced tokens spell the only characters that the grammar allows next, such as `"name":` after `{`. The model may
+    spell these characters with other tokens, so forced tokens are verified like all draft tokens.
 
     Args:
-        inner: the wrapped source.
-        cursor: finds what the grammar allows behind this text; no other text uses it.
-        prompt_tokens: length of the prompt; the grammar applies to the generated tokens behind it.
+        inner: the wrapped draft source.
+        cursor: finds what the grammar allows after the text so far; this text alone uses it.
+        prompt_tokens: number of prompt tokens; the grammar applies only to the generated tokens after the prompt.
     """
 
     def __init__(self, inner: DraftSource, cursor: Cursor, prompt_tokens: int) -> None:
@@ -39,15 +39,17 @@ class GrammarDrafts(WrappingSource):
 
     @property
     def accepted_prediction(self) -> int:  # type: ignore[override]
-        """Tokens of the caller's prediction that were accepted as draft tokens, as the wrapped source counts them."""
+        """Number of accepted draft tokens from the caller's predicted text, as the wrapped source counts them."""
         return self._inner.accepted_prediction
 
     def propose_share(self, text: Sequence[int], step: ShareInput) -> Share:
-        """One rank's share of the draft tree, without forbidden nodes and with forced tokens.
+        """Propose one rank's part of the draft tree, without tokens that the grammar forbids and with forced tokens.
+
+        Forced tokens spell the only characters that the grammar allows next.
 
         Args:
-            text: prompt and generated tokens.
-            step: the rank, its room for draft tokens, and their price.
+            text: token ids of the prompt and the generated tokens.
+            step: how many draft tokens each rank may compute, and what they cost.
         """
         self.follow(text)
         if not self._cursor.go_to(text[self._prompt_tokens :]) or self._cursor.matcher.ended:
@@ -60,7 +62,14 @@ class GrammarDrafts(WrappingSource):
         return replace(share, draft=self._grown(share.draft, step, prob))
 
     def follow(self, text: Sequence[int]) -> None:
-        """Learn from the text's new tokens how often forced tokens are accepted; `added_prob` follows from it."""
+        """Learn from the text's new tokens how often forced tokens are accepted.
+
+        Forced tokens spell the only characters that the grammar allows next. The property `added_prob` is estimated
+        from these counts.
+
+        Args:
+            text: token ids of the prompt and the generated tokens.
+        """
         new = text[self._seen :]
         if not new or not self._cursor.go_to(text[self._prompt_tokens : self._seen]):
             return
@@ -86,7 +95,7 @@ class GrammarDrafts(WrappingSource):
         return forced[:taken]
 
     def _grown(self, tree: DraftTree, step: ShareInput, prob: float) -> DraftTree:
-        """Remove a draft tree's forbidden nodes, and add forced tokens behind the others where they pay.
+        """Remove a draft tree's forbidden nodes, and add forced tokens after the others where they pay.
 
         Args:
             tree: this rank's draft tree.
@@ -111,12 +120,12 @@ class GrammarDrafts(WrappingSource):
 
 
 class GrownTree:
-    """Builds a new draft tree from some nodes of a given one, with paths added behind them.
+    """Builds a new draft tree: keeps some nodes of a given tree, and adds paths of tokens after these nodes.
 
     Args:
-        given: the draft tree to begin with.
-        kept: numbers of its nodes that stay, ascending; the ancestors of a kept node are kept too.
-        step: the rank's room for draft tokens, and their price.
+        given: the draft tree from which nodes are kept.
+        kept: indices of the nodes of `given` to keep, ascending; with a node, all its ancestors must be kept.
+        step: how many draft tokens each rank may compute, and what they cost.
     """
 
     def __init__(self, given: DraftTree, kept: Sequence[int], step: ShareInput) -> None:
@@ -135,16 +144,20 @@ class GrownTree:
             self._places[node] = self._child(parent, int(given.tokens[node]), prob)
 
     def prob_of(self, node: int) -> float:
-        """Probability that a kept node of the given tree is accepted with all its ancestors; 0 if none was stated."""
+        """Probability that a kept node and all its ancestors are accepted; 0 if the given tree states no probabilities.
+
+        Args:
+            node: index of the kept node in the given tree.
+        """
         return self._probs[self._places[node]]
 
     def add_path(self, node: int, path: Sequence[int], prob: float) -> None:
-        """Add a path of tokens behind a node; it ends early where there is no more room or a token does not pay.
+        """Add a path of draft tokens after a kept node, as far as there is room and each token is worth its time.
 
         Args:
-            node: number of a kept node in the given tree.
-            path: token ids, the first one a child of the node.
-            prob: probability that each token of the path is accepted if the tokens before it are.
+            node: index of the kept node in the given tree.
+            path: token ids; the first one becomes a child of the node.
+            prob: probability that a token of the path is accepted, given that all tokens before it are.
         """
         place = self._places[node]
         for token in path:
@@ -158,7 +171,7 @@ class GrownTree:
             place = known
 
     def tree(self) -> DraftTree:
-        """The new draft tree: kept nodes and added tokens."""
+        """Return the new draft tree: the kept nodes of the given tree and the added tokens."""
         return DraftTree(self._tokens, self._parents, self._probs if self._stated else (), self._merge)
 
     def _child(self, parent: int, token: int, prob: float) -> int:

@@ -1,8 +1,8 @@
-"""Jacobi decoding: every step guesses a block of tokens anew from the guesses of the step before.
+"""Jacobi decoding, a baseline: each step drafts a block of guessed tokens, and refines the guesses for the next step.
 
-Source: "Accelerating Transformer Inference for Translation via Parallel Decoding" (arXiv 2305.10427); the baseline that
-lookahead decoding begins with (arXiv 2402.02057, section 2). The block moves along with the text, so that it always has
-the same size.
+Source: "Accelerating Transformer Inference for Translation via Parallel Decoding" (arXiv 2305.10427). Lookahead
+decoding starts from this method (arXiv 2402.02057, section 2). After each step the block moves on past the generated
+tokens, and is filled up to its full size again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class JacobiConfig(RefusesRemoved):
         num_tokens: size of the block: the draft tokens of each step.
 
     Raises:
-        ValueError: a value out of range, with the limit and the remedy.
+        ValueError: a value is out of range; the message names the limit and a remedy.
     """
 
     num_tokens: int = 16
@@ -37,17 +37,17 @@ class JacobiConfig(RefusesRemoved):
         check_count(self, "num_tokens", 1, 1024, "try 16")
 
     def shape(self) -> LookaheadConfig:
-        """Lookahead settings with the same step sizes: no window, `num_tokens` draft tokens."""
+        """Return lookahead settings that describe the step size: no window, at most `num_tokens` draft tokens."""
         return windowless(self.num_tokens)
 
 
 @register_source("jacobi", JacobiConfig)
 class Jacobi(DraftSource):
-    """Draft source of Jacobi decoding: drafts a block of guesses, and replaces them with what the step sampled.
+    """Draft source of Jacobi decoding: drafts a block of guesses; the tokens sampled there become the next guesses.
 
     Args:
-        config: the size of the block.
-        prompt: token ids, from which the first guesses are drawn with a fixed seed.
+        config: settings, with the size of the block.
+        prompt: token ids of the prompt; the first guesses are drawn from them at random, with a fixed seed.
     """
 
     def __init__(self, config: JacobiConfig, prompt: Sequence[int]) -> None:
@@ -57,14 +57,25 @@ class Jacobi(DraftSource):
         self._guesses: list[int] = []
 
     def propose(self, text: Sequence[int], budget: int, *_: object) -> DraftTree:
-        """Draft the block as one path, filled up at its end with random tokens of the prompt."""
+        """Draft the block of guesses as one path, filled up to its full size with random tokens from the prompt.
+
+        Args:
+            text: not used.
+            budget: most draft tokens; the path is cut to this length.
+        """
         while len(self._guesses) < self.config.num_tokens:
             self._guesses.append(self._random.choice(self._prompt))
         guesses = self._guesses[:budget]
         return DraftTree(guesses, list(range(-1, len(guesses) - 1)))
 
     def observe(self, text: Sequence[int], num_new: int, samples: StepSamples) -> None:
-        """Take the tokens sampled at the nodes past the accepted ones as the next step's guesses."""
+        """Make the tokens that were sampled at rejected nodes of the path the guesses for the next step.
+
+        Args:
+            text: not used.
+            num_new: number of tokens that the step generated.
+            samples: the sampled token at each node of the step.
+        """
         behind = [int(token) for token in samples.sampled][num_new:]  # the nodes are the path, `c` first
         end = behind.index(INVALID_TOKEN) if INVALID_TOKEN in behind else len(behind)
         self._guesses = behind[:end]

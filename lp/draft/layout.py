@@ -1,9 +1,10 @@
-"""What one rank computes in a step: its part of the tree of draft tokens and window guesses behind `c`.
+"""Layout of one rank's decode step: the tokens it computes after `c`, from the lookahead window and the draft tree.
 
-`c` is the newest token of the text. Catch-up tokens are accepted tokens before it whose KV this rank lacks, because
+`c` is the newest token of the text. Catch-up tokens are accepted tokens before `c` whose KV this rank lacks, because
 another rank computed them.
 
-With W = 4, N = 4 and the draft paths (x, y) and (x, z), each node with its distance from p, the position of `c`:
+An example with W = 4 columns, N = 4 and the draft paths (x, y) and (x, z). Each node shows its distance from p, the
+position of `c`:
 
     column     0      1      2      3           draft tree
     level 0    c+0 -> +1  -> +2  -> +3          c -> x+1 -> y+2
@@ -12,12 +13,14 @@ With W = 4, N = 4 and the draft paths (x, y) and (x, z), each node with its dist
                |      |      |      |
     level 2    +2     +3     +4     +5
 
-Each node sees the cached prefix, its ancestors and itself, so the parents are all that attention needs. Level 0 and
-column 0 are paths behind `c` like those of the draft tree: a walk may accept their tokens too. The nodes of the last
-level sample the columns' next tokens. A rank that has some of the columns has level 0 up to the last of them.
+Each node attends to the cached prefix, its ancestors and itself, so its parent is all that the attention mask needs.
+Level 0 and column 0 are paths after `c` like the paths of the draft tree, so their tokens may be accepted too. Each
+column's next token is sampled at its node on the last level. A rank that computes some of the columns also computes
+level 0 up to the last of these columns.
 
-S: nodes; N: n-gram size, so N - 1 levels; T: step tokens, the catch-up tokens and the nodes.
-Node order: `c` and level 0, levels 1..N-2, then the draft tree's own nodes.
+S: number of nodes; N: n-gram size, so there are N - 1 levels; T: number of step tokens, which are catch-up tokens and
+nodes.
+Node order: `c` and level 0, then levels 1 to N-2, then the nodes that only the draft tree has.
 """
 
 from __future__ import annotations
@@ -33,10 +36,10 @@ from lp.draft.window import LookaheadWindow, WindowSlice
 
 
 def ancestors(parents: Sequence[int] | np.ndarray) -> np.ndarray:
-    """The attention mask of a tree, bool (S, S): [i, j] is whether node i sees node j, an ancestor or i itself.
+    """Attention mask of a tree, bool (S, S): whether node i attends to node j, which is node i itself or an ancestor.
 
     Args:
-        parents: int64 (S,), the index of every node's parent, which comes before the node; -1 for a root.
+        parents: int64 (S,), index of each node's parent, always smaller than the node's own index; -1 for a root.
     """
     visible = np.zeros((len(parents), len(parents)), dtype=np.bool_)
     _fill_visible(compiled_ints(parents), compiled_array(visible))
@@ -53,33 +56,38 @@ def _fill_visible(parents, visible):  # type: ignore[no-untyped-def]
 
 
 class StepLayout:
-    """Lays out one rank's step for the forward pass: catch-up tokens, `c`, its window columns and its draft tree.
+    """Lays out one rank's decode step for the forward pass: catch-up tokens, `c`, window columns and draft tree.
+
+    `c` is the newest token of the text. A node is `c` or a token that may follow it, from the lookahead window or the
+    draft tree. Level 0 and column 0 are the two paths of the window that begin with `c`. Catch-up tokens are accepted
+    tokens before `c` whose KV this rank lacks.
 
     Args:
-        window: the lookahead window, the same on every rank.
+        window: the lookahead window, equal on every rank.
         columns: the columns of the window that this rank computes.
-        draft: the rank's draft tree; nodes that repeat level 0 or column 0 are not computed twice.
-        token: id of `c`, the newest token of the text.
-        position: p, the position of `c` in the text.
-        limit: first position that may not be used; draft nodes at or past it are dropped.
-        catch_up: accepted tokens whose KV this rank lacks; the last one stands right before `c`.
+        draft: this rank's draft tree; nodes that repeat level 0 or column 0 of the window are not computed twice.
+        token: token id of `c`.
+        position: p, the position of `c` in the text, from 0.
+        limit: first position that may not be used; draft nodes at this position or after it are dropped.
+        catch_up: token ids of the catch-up tokens; the last one is right before `c` in the text.
 
     Attributes:
-        num_nodes: S, nodes of this rank.
-        num_window: how many of these, the first, are `c` and the window; the others are the draft tree's.
-        num_tokens: T, step tokens: catch-up tokens and nodes.
-        tokens, positions, parents: int64 (S,), every node's token, position in the text, and parent; the parent of `c`
-            is -1.
-        accept_probs: float64 (S,), every node's probability to be accepted; 0 where the draft source states none.
+        num_nodes: S, number of nodes on this rank.
+        num_window: number of nodes that are `c` or belong to the window; they come first, and draft nodes follow.
+        num_tokens: T, number of step tokens, which are catch-up tokens and nodes.
+        tokens, positions, parents: int64 (S,), token id, position in the text, and index of the parent of each node;
+            the parent of `c` is -1.
+        accept_probs: float64 (S,), probability that the node and all its ancestors are accepted; 0 where the draft
+            source states none.
         reachable: bool (S,), whether the node's token can be accepted: it is in level 0, column 0 or the draft tree.
-        drafted_behind: int64 (S,), the node behind which this node's token is a draft token; -1 for a node that can't
-            be accepted, and for one that repeats another with the same token behind the same node.
-        sampled_nodes: int64 (n,), the nodes at which a next token is sampled, ascending.
+        drafted_behind: int64 (S,), index of the node after which this node's token is drafted; -1 for a node that can't
+            be accepted, and for a node that repeats another one (equal token after the same node).
+        sampled_nodes: int64 (n,), indices of the nodes at which a next token is sampled, ascending.
         sampled_tokens: (n,), indices of these nodes among the T step tokens.
         sampled_positions: (n,), positions of these nodes in the text.
-        step_tokens, step_positions, step_parents: int64 (T,), the input of the forward pass: catch-up tokens, each
-            behind the one before, then the nodes.
-        nodes: these arrays as compiled functions take them; they are longer than S.
+        step_tokens, step_positions, step_parents: int64 (T,), input of the forward pass: the catch-up tokens, each with
+            the token before it as parent, then the nodes.
+        nodes: LayoutNodes, the per-node arrays for functions compiled by numba; they may be longer than S.
 
     Raises:
         ValueError: the draft tree is malformed, see `DraftTree.check`.
@@ -140,7 +148,12 @@ class StepLayout:
             self.step_parents = np.concatenate([np.arange(-1, missing - 1), self.parents + missing])
 
     def drafts(self) -> dict[int, list[int]]:
-        """The distinct draft tokens behind each node, in the order of the layout; nodes without any have no entry."""
+        """Group the step's draft tokens by the node after which they are drafted.
+
+        Returns:
+            Distinct token ids by the index of that node, in the order of the layout; a node without draft tokens after
+            it has no entry.
+        """
         drafts: dict[int, list[int]] = {}
         for node, token in zip(self.drafted_behind.tolist(), self.tokens.tolist(), strict=True):
             if node >= 0:
@@ -148,14 +161,16 @@ class StepLayout:
         return drafts
 
     def branch_tokens(self, node: int) -> list[int] | None:
-        """The tokens between `c` and a node, the node's included: logits processors see them as the end of the text.
+        """List the tokens on the path from the text's newest token `c` (excluded) to a node (included).
+
+        Logits processors at the node see the text followed by these tokens.
 
         Args:
             node: index of the node.
 
         Returns:
-            Token ids in the order of the text; empty for `c`. None for a node of the window whose token can't be
-            accepted: logits processors leave it out.
+            Token ids in the order of the text; an empty list for `c`. None for a window node whose token can't be
+            accepted; logits processors skip such nodes.
         """
         if not self.reachable[node]:
             return None
@@ -167,7 +182,10 @@ class StepLayout:
 
 
 class LayoutNodes(NamedTuple):
-    """The arrays of a `StepLayout`, at least S long, as compiled functions take and fill them."""
+    """Arrays with one entry for each node of a `StepLayout`, which functions compiled by numba read and fill.
+
+    They have room for at least as many nodes as the layout has.
+    """
 
     tokens: Any  # int64 (S,), like all that have no other type
     positions: Any
@@ -244,15 +262,15 @@ def _lay_out(nodes, window, own_tokens, tokens, parents, probs, merge, position,
 
 @jit
 def child_with(nodes, parent, token):  # type: ignore[no-untyped-def]
-    """Find a child by its token, for compiled code.
+    """Find the child of a node that has a given token (a function compiled by numba).
 
     Args:
-        nodes: LayoutNodes, or the nodes of a union.
+        nodes: LayoutNodes, or the same arrays for the merged draft tree of all ranks.
         parent: index of the node whose children are searched.
-        token: token id.
+        token: token id to find.
 
     Returns:
-        Index of the child that `add_child` has linked and that has this token; -1 if there is none.
+        Index of the child; -1 if no child that `add_child` has linked has this token.
     """
     node = nodes.first_child[parent]
     while node >= 0 and nodes.tokens[node] != token:
@@ -262,11 +280,12 @@ def child_with(nodes, parent, token):  # type: ignore[no-untyped-def]
 
 @jit
 def add_child(nodes, parent, node):  # type: ignore[no-untyped-def]
-    """Link a node to its parent as its first child, so that `child_with` finds it.
+    """Link a node to its parent, so that `child_with` finds the node (a function compiled by numba).
 
     Args:
-        nodes: LayoutNodes, or the nodes of a union.
-        parent, node: indices of the parent and of its new child.
+        nodes: LayoutNodes, or the same arrays for the merged draft tree of all ranks.
+        parent: index of the parent.
+        node: index of the new child, which becomes the first in the parent's list of children.
     """
     nodes.next_sibling[node] = nodes.first_child[parent]
     nodes.first_child[parent] = node

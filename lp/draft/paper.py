@@ -1,4 +1,4 @@
-"""The paper's own lookahead decoding, for comparison: a pool keyed by one token, draft paths side by side."""
+"""The paper's own lookahead decoding, for comparison: an n-gram pool keyed by one token, and separate draft paths."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ SHAPE = ("window_size", "ngram_size", "guess_set_size")
 class PaperConfig(RefusesRemoved):
     """Settings of the paper's own lookahead decoding, a baseline (`decoder=lookahead_paper`).
 
-    A step verifies the newest G n-grams that begin with the newest token, each on a path of N - 1 draft tokens of its
-    own.
+    Each step verifies the newest G n-grams that begin with the newest token. Each n-gram has a separate path of N - 1
+    draft tokens.
 
     Args:
         window_size, ngram_size, guess_set_size: W, N and G of the paper.
@@ -29,7 +29,7 @@ class PaperConfig(RefusesRemoved):
         warmup_steps: number of first steps that verify nothing and read no n-gram; the paper's code has N - 1.
 
     Raises:
-        ValueError: a value out of range, with the limit and the remedy.
+        ValueError: a value is out of range; the message names the limit and a remedy.
     """
 
     window_size: int = 15
@@ -46,7 +46,7 @@ class PaperConfig(RefusesRemoved):
             set_field(self, name, getattr(shape.ablation, name))
 
     def shape(self) -> LookaheadConfig:
-        """Lookahead settings with the same step sizes: the same W, N and G, and the pool's refinements off."""
+        """Return lookahead settings that describe the step size: the same W, N and G, and no top-k logits."""
         text = self.prompt_ngrams
         own = Ablation(prompt_ngrams=text, output_ngrams=text, warmup_steps=self.warmup_steps, num_logits=0)
         return LookaheadConfig(**{name: getattr(self, name) for name in SHAPE}, draft_depth=None, ablation=own)
@@ -54,11 +54,12 @@ class PaperConfig(RefusesRemoved):
 
 @register_source("lookahead_paper", PaperConfig)
 class PaperPool(DraftSource):
-    """Draft source with the paper's n-gram pool (section 3.2): keeps the newest G n-grams that begin with each token.
+    """Draft source with the paper's n-gram pool (section 3.2): keeps the newest G n-grams for each first token.
 
     Args:
-        config: N, the length of an n-gram, and G, how many are kept for a token and drafted in a step.
-        prompt: token ids, whose n-grams are in the pool from the start if `prompt_ngrams` is set.
+        config: settings, with N (tokens of an n-gram) and G (most n-grams to keep for a first token, and to draft in a
+            step).
+        prompt: token ids of the prompt; their n-grams are in the pool from the start if `config.prompt_ngrams` is set.
     """
 
     def __init__(self, config: PaperConfig, prompt: Sequence[int]) -> None:
@@ -67,14 +68,29 @@ class PaperPool(DraftSource):
         self._learn_text(prompt, len(prompt))
 
     def propose(self, text: Sequence[int], budget: int, *_: object) -> DraftTree:
-        """Draft the n-grams that begin with text[-1], the newest first, each as a path that shares no node."""
+        """Draft the stored n-grams that begin with the newest token of the text, the newest n-gram first.
+
+        Each n-gram becomes a separate path; paths share no nodes.
+
+        Args:
+            text: token ids of the prompt and the generated tokens.
+            budget: most draft tokens.
+        """
         builder = DraftTreeBuilder(budget, merge=False)
         for tail in reversed(self._tails.get(text[-1], {})):
             builder.add_path(tail)
         return builder.build()
 
     def observe(self, text: Sequence[int], num_new: int, samples: StepSamples) -> None:
-        """Store the step's n-grams in the pool: the window's, then those that the text's new tokens end."""
+        """Store the step's n-grams in the pool: first the window's, then those that end with the text's new tokens.
+
+        The latter are left out if `config.prompt_ngrams` is off.
+
+        Args:
+            text: token ids of the prompt and the generated tokens.
+            num_new: number of tokens at the end of `text` that the step generated.
+            samples: the step's samples, with the window's n-grams.
+        """
         for ngram in samples.ngrams:
             self._add(ngram)
         self._learn_text(text, num_new)

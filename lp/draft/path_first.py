@@ -1,6 +1,6 @@
-"""One certain-looking path of draft tokens, such as a predicted text, put before another source's draft tree.
+"""Puts a path of draft tokens that looks certain, such as a predicted text, before the draft tree of another source.
 
-R: ranks; B: the most step tokens of a rank.
+R: number of ranks; B: most step tokens of a rank.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from lp.draft.tree import DraftTree
 
 
 def paying_length(step: ShareInput, accept_probs: Sequence[float]) -> int:
-    """How many tokens of a path are worth drafting: accepted tokens expected, less the price of their time.
+    """How many tokens of a path to draft, to maximise the expected accepted tokens less the price of their time.
 
-    Rank 0 computes the path; every rank gets the same number.
+    Rank 0 computes the path. Every rank calculates the same number.
 
     Args:
-        step: room and price of draft tokens on this rank.
-        accept_probs: probability of each token of the path to be accepted with all tokens before it.
+        step: how many draft tokens each rank may compute, and what they cost.
+        accept_probs: probability, for each token of the path, that this token and all tokens before it are accepted.
     """
     most = min(int(step.rooms[0]), len(accept_probs))
     price = step.price
@@ -37,18 +37,18 @@ def paying_length(step: ShareInput, accept_probs: Sequence[float]) -> int:
 def share_with_path(
     propose_share: ProposeShare, text: Sequence[int], step: ShareInput, path: Sequence[int], probs: Sequence[float]
 ) -> Share:
-    """Draft a path on rank 0, and let another source draft in the room that is left.
+    """Draft a path on rank 0, and let another draft source use the room that is left on all ranks.
 
-    Nodes of the other source that repeat the path are not computed twice.
+    Tokens of the other source that repeat the path are not computed twice.
 
     Args:
-        propose_share: the other source's `propose_share`.
-        text, step: what to call `propose_share` with.
+        propose_share: the other source's method `propose_share`.
+        text, step: arguments for `propose_share`; the path's tokens are first subtracted from rank 0's room.
         path: token ids, at most as many as rank 0 has room for.
-        probs: probability of each token of the path to be accepted with all tokens before it.
+        probs: probability, for each token of the path, that this token and all tokens before it are accepted.
 
     Returns:
-        This rank's share of the draft tree; on rank 0 it begins with the path.
+        This rank's part of the draft tree; on rank 0 it begins with the path.
     """
     if not path:
         return propose_share(text, step)

@@ -1,4 +1,4 @@
-"""Drafting from a predicted text: tokens that the caller expects, such as the old text of a file to be edited."""
+"""Drafting from a predicted text: tokens that the caller expects, such as the old version of a file to be edited."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ MATCHED_TOKENS = 3  # a run of so many finds the place in the prediction again, 
 
 
 class Prediction(WrappingSource):
-    """Wraps another draft source: first drafts the next tokens of a predicted text, then what the source drafts.
+    """Wraps another draft source: drafts the next tokens of a predicted text, then what the other source proposes.
 
-    Where the generated text leaves the prediction, drafting goes on as soon as the text's last 3 tokens occur in the
-    prediction again, behind them.
+    If the generated text departs from the predicted text, drafting continues once the last 3 generated tokens occur in
+    the predicted text again: the tokens after this place are drafted next.
 
     Args:
-        inner: the wrapped source.
+        inner: the wrapped draft source.
         tokens: token ids of the predicted text.
-        prompt_tokens: length of the prompt, behind which the prediction is expected.
+        prompt_tokens: number of prompt tokens; the predicted text is expected right after the prompt.
 
     Attributes:
-        accepted_prediction: tokens of the prediction that were accepted as draft tokens.
+        accepted_prediction: number of draft tokens from the predicted text that were accepted.
     """
 
     def __init__(self, inner: DraftSource, tokens: Sequence[int], prompt_tokens: int) -> None:
@@ -36,16 +36,18 @@ class Prediction(WrappingSource):
         self._left_at = 0  # index at which the text last left the prediction
         self._seen = prompt_tokens
         self._path: list[int] = []  # drafted in the last step
-        self._places: dict[tuple[int, ...], list[int]] = {}  # run of MATCHED_TOKENS -> the indices behind it
+        self._places: dict[tuple[int, ...], list[int]] = {}  # run of MATCHED_TOKENS -> the indices right after it
         for end in range(MATCHED_TOKENS, len(self._tokens) + 1):
             self._places.setdefault(tuple(self._tokens[end - MATCHED_TOKENS : end]), []).append(end)
 
     def propose_share(self, text: Sequence[int], step: ShareInput) -> Share:
-        """One rank's share of the draft tree; rank 0 has the prediction's next tokens before the wrapped source's.
+        """Propose one rank's part of the draft tree; rank 0 drafts the predicted text's next tokens first.
+
+        The rest of the tree comes from the wrapped draft source.
 
         Args:
-            text: prompt and generated tokens.
-            step: the rank, its room for draft tokens, and their price.
+            text: token ids of the prompt and the generated tokens.
+            step: how many draft tokens each rank may compute, and what they cost.
         """
         self.follow(text)
         self._path = []
@@ -57,7 +59,11 @@ class Prediction(WrappingSource):
         return self._propose_inner(text, step)
 
     def follow(self, text: Sequence[int]) -> None:
-        """Find the place in the prediction behind the text's new tokens, and count accepted draft tokens."""
+        """Find where the predicted text continues after the newly generated tokens, and count accepted draft tokens.
+
+        Args:
+            text: token ids of the prompt and the generated tokens.
+        """
         new = text[self._seen :]
         if not new:
             return

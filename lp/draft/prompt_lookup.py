@@ -1,4 +1,4 @@
-"""Prompt lookup decoding, a baseline: draft a copy of what followed the last tokens at their first occurrence."""
+"""Prompt lookup decoding, a baseline: drafts a copy of the tokens after the first occurrence of the last tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PromptLookupConfig(RefusesRemoved):
         num_tokens: most tokens to copy: the draft tokens of a step.
 
     Raises:
-        ValueError: a value out of range, with the limit and the remedy.
+        ValueError: a value is out of range; the message names the limit and a remedy.
     """
 
     max_matching_ngram: int = 2
@@ -33,17 +33,17 @@ class PromptLookupConfig(RefusesRemoved):
         check_count(self, "num_tokens", 1, 1024, "try 10")
 
     def shape(self) -> LookaheadConfig:
-        """Lookahead settings with the same step sizes: no window, `num_tokens` draft tokens."""
+        """Return lookahead settings that describe the step size: no window, at most `num_tokens` draft tokens."""
         return windowless(self.num_tokens)
 
 
 @register_source("prompt_lookup", PromptLookupConfig)
 class PromptLookup(DraftSource):
-    """Draft source that copies what followed the earliest occurrence of the last tokens, as transformers does.
+    """Draft source that copies the tokens after the first occurrence of the text's last tokens, as transformers does.
 
     Args:
-        config: how many of the last tokens to search for.
-        prompt: token ids to index from the start.
+        config: settings: how many of the last tokens to search for, and how many tokens to copy.
+        prompt: token ids of the prompt, which are searched from the start.
     """
 
     def __init__(self, config: PromptLookupConfig, prompt: Sequence[int]) -> None:
@@ -52,7 +52,14 @@ class PromptLookup(DraftSource):
         self._index(prompt, len(prompt))
 
     def propose(self, text: Sequence[int], budget: int, *_: object) -> DraftTree:
-        """Draft one path: a copy of at most `budget` tokens behind the longest match; empty if there is no match."""
+        """Draft a copy of the tokens that follow the longest match of the text's last tokens, as one path.
+
+        The tree is empty if there is no match.
+
+        Args:
+            text: token ids of the prompt and the generated tokens.
+            budget: most tokens to copy.
+        """
         for n in range(min(self.config.max_matching_ngram, len(text)), 0, -1):
             start = self._first.get(tuple(text[-n:]))
             if start is not None:
@@ -61,7 +68,13 @@ class PromptLookup(DraftSource):
         return DraftTree()
 
     def observe(self, text: Sequence[int], num_new: int, samples: StepSamples) -> None:
-        """Index the text's `num_new` newest tokens by the n-grams before each."""
+        """Make the text's new tokens searchable.
+
+        Args:
+            text: token ids of the prompt and the generated tokens.
+            num_new: number of tokens at the end of `text` that the step generated.
+            samples: not used.
+        """
         self._index(text, num_new)
 
     def _index(self, text: Sequence[int], num_new: int) -> None:

@@ -1,4 +1,4 @@
-"""Where draft sources are registered. A new one is one file, of this form:
+"""The registry of draft sources. A new draft source is one file of this form:
 
     @dataclass(frozen=True, kw_only=True, slots=True)
     class RepeatConfig:
@@ -12,8 +12,8 @@
         def __init__(self, config: RepeatConfig, prompt: Sequence[int]) -> None: ...
         def propose(self, text, budget, window, price) -> DraftTree: ...
 
-Once the file is imported, `lp.LookaheadDecoder(model, RepeatConfig())` decodes with it, and so do the apps with
-`decoder=repeat`. Built-in sources are imported by `lp/draft/__init__.py`.
+Once this file is imported, `lp.LookaheadDecoder(model, RepeatConfig())` decodes with the new source, and so do the apps
+with `decoder=repeat`. Built-in sources are imported by `lp/draft/__init__.py`.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ T = TypeVar("T", bound=type)
 
 
 class DraftConfig(Protocol):
-    """The settings of a draft source: a frozen dataclass with a default for every field, which checks its values."""
+    """Settings of a draft source: a frozen dataclass that checks its values, with a default for every field."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def shape(self) -> LookaheadConfig:
-        """How large the source's steps may be: the window, and the most draft tokens."""
+        """Return lookahead settings for the source's largest step: window size, and most draft tokens."""
 
 
 def _alone(numbers: Sequence[int] | None) -> Sequence[int] | None:
@@ -49,16 +49,19 @@ def _one(number: int) -> Sequence[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallInfo:
-    """The facts of a `generate` call with which a factory opens files before the text begins; equal on all ranks.
+    """Facts of a `generate` call from which a factory opens files before the text begins.
+
+    They are equal on all ranks, except for `is_main`.
 
     Attributes:
-        vocabulary_size: V, number of tokens of the model's vocabulary.
-        model_folder: the folder that the model was loaded from, or its name; may be empty.
-        owner: whose text it is, such as the name of an API key; may be empty. What draft sources remember of a text
-            serves later texts of the same owner alone. None: nothing is remembered.
-        is_main: whether this rank is rank 0, which alone may write files; the one fact that differs between ranks.
-        share: sends rank 0's argument, int64 numbers or None, to every rank, and returns it there.
-        gather: returns every rank's argument, an int64 number, by rank.
+        vocabulary_size: V, number of tokens in the model's vocabulary.
+        model_folder: path of the folder from which the model was loaded, or the model's name; may be empty.
+        owner: name of the user whom the text belongs to, such as the name of an API key; may be empty. What draft
+            sources remember of a text is used only for later texts of the same owner. None: nothing is remembered.
+        is_main: whether this rank is rank 0, the only one that may write files.
+        share: function that sends rank 0's argument (int64 numbers, or None) to all ranks, and returns it on each of
+            them.
+        gather: function that returns the arguments of all ranks, one int64 number each, in the order of ranks.
     """
 
     vocabulary_size: int
@@ -71,17 +74,19 @@ class CallInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call(CallInfo):
-    """The facts of one `generate` call, from which a factory makes the call's draft source; equal on all ranks.
+    """Facts of one `generate` call from which a factory makes the call's draft source.
+
+    They are equal on all ranks, except for `is_main`.
 
     Attributes:
-        prompt: token ids.
+        prompt: token ids of the prompt.
         max_length: most tokens of the text, the prompt included.
-        noise: (seed, sequence number) of the sampler's noise, so that a source can foresee samples; None if the sampler
-            draws otherwise, or not at all.
-        step_tokens: most tokens of a step, on all ranks together, that an adaptive budget finds worth their time; None
-            if the budget is fixed.
+        noise: (seed, sequence number) of the sampler's Gumbel noise, from which a draft source can foresee samples;
+            None if the sampler uses no such noise.
+        step_tokens: most tokens of a decode step, on all ranks together, that an adaptive budget finds worth their
+            time; None if the budget is fixed.
         temperature: temperature of the sampler; 1 if it has none.
-        corpora: names of the corpora that the text may be drafted from; None: all.
+        corpora: names of the corpora (indexes of files) from which the text may be drafted; None: all corpora.
     """
 
     prompt: Sequence[int]
@@ -93,28 +98,33 @@ class Call(CallInfo):
 
 
 class SourceFactory(ABC):
-    """Makes a draft source for each `generate` call of a decoder, and keeps what sources remember between calls.
+    """Makes a draft source for each `generate` call of a decoder, and keeps what draft sources remember between calls.
 
     Attributes:
-        corpora: names of the corpora that a request may choose from; empty if there are none.
+        corpora: names of the corpora (indexes of files) from which a request may choose; empty if there are none.
     """
 
     corpora: Sequence[str] = ()
 
     @abstractmethod
     def new_source(self, call: Call) -> DraftSource:
-        """Make the draft source of one call."""
-
-    def digests(self, info: CallInfo) -> dict[str, int]:
-        """Digests of what a text's draft source begins with: ranks compare them, and refuse to start if they differ.
-
-        Files that sources of this owner need are opened here, before the owner's first text.
+        """Make the draft source for one `generate` call.
 
         Args:
-            info: the call that is about to begin.
+            call: facts of the call, such as its prompt and its sampler's settings.
+        """
+
+    def digests(self, info: CallInfo) -> dict[str, int]:
+        """Digests of all data with which a text's draft source begins; ranks compare them, and fail if they differ.
+
+        Files that an owner's draft sources need are opened here, before the owner's first text.
+
+        Args:
+            info: facts of the `generate` call that is about to begin.
 
         Returns:
-            Digests, int64, by the name that an error message shows, such as "corpora"; every rank has the same names.
+            Digests, int64, by the name that an error message shows, such as "corpora"; the names are the same on every
+            rank.
         """
         return {}
 
@@ -132,13 +142,13 @@ class _OneEachCall(SourceFactory):
 
 @dataclass(frozen=True, slots=True)
 class SourceEntry:
-    """A registered draft source.
+    """A draft source in the registry, with its settings and its factory.
 
     Attributes:
-        name: what users choose it by, as in `decoder=NAME`.
-        config: class of its settings, a DraftConfig.
-        factory: makes its SourceFactory from such settings; raises a ValueError if the source cannot be used, for
-            example because a package is missing.
+        name: name by which users choose the source, as in `decoder=NAME`.
+        config: class of the source's settings, a DraftConfig.
+        factory: function that makes the SourceFactory from an instance of `config`; raises a ValueError if the source
+            can't be used, for example because a package is missing.
     """
 
     name: str
@@ -150,18 +160,18 @@ _entries: dict[str, SourceEntry] = {}
 
 
 def register_source(name: str, config: type, requires: Callable[[], object] | None = None) -> Callable[[T], T]:
-    """Class decorator that makes a DraftSource available to users by a name.
+    """Class decorator that registers a DraftSource, so that users can choose it by a name.
 
-    Every `generate` call makes one instance, as `source(config, prompt)`.
+    Every `generate` call makes one instance of the decorated class, as `source(config, prompt)`.
 
     Args:
-        name: what users choose it by, as in `decoder=NAME`.
-        config: class of its settings, a DraftConfig.
-        requires: called when a decoder is made; raises a ValueError if the source cannot be used, for example because
-            a package is missing.
+        name: name by which users choose the source, as in `decoder=NAME`.
+        config: class of the source's settings, a DraftConfig.
+        requires: function that is called when a decoder is made; raises a ValueError if the source can't be used, for
+            example because a package is missing. None: the source can always be used.
 
     Raises:
-        ValueError: the name or the config class is registered already, the config class is no DraftConfig, or the
+        ValueError: the name or the settings class is registered already, the settings class is no DraftConfig, or the
             decorated class is no DraftSource.
     """
 
@@ -180,16 +190,17 @@ def register_source(name: str, config: type, requires: Callable[[], object] | No
 
 
 def register_factory(name: str, config: type) -> Callable[[T], T]:
-    """Class decorator for a draft source that remembers things between calls: registers its SourceFactory.
+    """Class decorator that registers the SourceFactory of a draft source which remembers things between calls.
 
-    Every decoder makes one instance, as `factory(config)`; the instance makes a source for each call.
+    Every decoder makes one instance of the decorated class, as `factory(config)`. This instance makes a draft source
+    for each call.
 
     Args:
-        name: what users choose it by, as in `decoder=NAME`.
-        config: class of its settings, a DraftConfig.
+        name: name by which users choose the source, as in `decoder=NAME`.
+        config: class of the source's settings, a DraftConfig.
 
     Raises:
-        ValueError: the name or the config class is registered already, the config class is no DraftConfig, or the
+        ValueError: the name or the settings class is registered already, the settings class is no DraftConfig, or the
             decorated class is no SourceFactory.
     """
 
@@ -202,18 +213,18 @@ def register_factory(name: str, config: type) -> Callable[[T], T]:
 
 
 def sources() -> tuple[SourceEntry, ...]:
-    """All registered draft sources, in the order of registration."""
+    """List all registered draft sources, in the order in which they were registered."""
     return tuple(_entries.values())
 
 
 def source_of(config: object) -> SourceEntry:
-    """Find the registered draft source for the settings that a user gave.
+    """Find the registered draft source that belongs to the settings given by a user.
 
     Args:
-        config: an instance of a registered DraftConfig class, such as `JacobiConfig()`.
+        config: instance of a registered settings class, such as `JacobiConfig()`.
 
     Raises:
-        ValueError: no draft source is registered for its class; the message lists the registered ones.
+        ValueError: no draft source is registered for this class; the message lists the registered classes.
     """
     for entry in _entries.values():
         if type(config) is entry.config:

@@ -1,8 +1,9 @@
-"""What each rank of a step computes: its columns of the window, and its share of the draft tree. Pure arithmetic.
+"""What each rank computes in a decode step: how many tokens at most, and which part of the draft tree.
 
-Every rank has a budget of B step tokens. From it go its catch-up tokens (accepted tokens whose KV it lacks), `c` (the
-newest token of the text), and its nodes of the window; what is left is its room for draft tokens.
-R: ranks; W: columns; N: n-gram size.
+Every rank has a budget of B step tokens. It is used first for catch-up tokens (accepted tokens whose KV the rank
+lacks), for `c` (the newest token of the text), and for the rank's nodes of the lookahead window. The rest is the rank's
+room for draft tokens. All functions here are pure arithmetic.
+R: number of ranks; W: number of window columns; N: n-gram size.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from lp.draft.window import slice_window
 
 
 def step_tokens(config: LookaheadConfig, ranks: int = 1) -> int:
-    """B, the most tokens that one rank computes in a step.
+    """B, the most tokens that one rank computes in a decode step.
 
     Args:
-        config: W and G hold for each rank if the budget is adaptive, else for all ranks together.
-        ranks: R, number of ranks that divide a fixed budget among them.
+        config: settings with the window size W and the guess set size G, which hold for each rank if the budget is
+            adaptive, and for all ranks together if it is fixed.
+        ranks: R, number of ranks; they divide a fixed budget among them.
     """
     w, n = config.window_size, config.ngram_size
     if config.adaptive:
@@ -41,12 +43,12 @@ NO_DRAFT = DraftTree()
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One rank's share of a step's draft tree.
+    """One rank's part of a step's draft tree.
 
     Attributes:
-        draft: the nodes that this rank computes: its part of the tree and the ancestors of these nodes.
-        common: the tree that all ranks proposed before they divided it; a digest of it in each rank's message shows
-            whether it was equal on all of them.
+        draft: nodes that this rank computes: its part of the tree, and the ancestors of these nodes.
+        common: tree that all ranks proposed before they divided it; each rank's message contains a digest of it, which
+            shows whether all ranks proposed the same tree.
     """
 
     draft: DraftTree
@@ -54,7 +56,7 @@ class Share:
 
 
 def cut_tree(tree: DraftTree, budget: int, base_tokens: Sequence[int], rank: int) -> Share:
-    """Divide a draft tree among ranks so that the largest step is as small as possible, and return one rank's share.
+    """Divide a draft tree among ranks so that the largest rank's step is as small as possible; returns one rank's part.
 
     The nodes are listed in preorder and cut into one block for each rank. A rank computes the nodes of its block and
     their ancestors. Nodes for which no rank has room are left out.
@@ -62,8 +64,8 @@ def cut_tree(tree: DraftTree, budget: int, base_tokens: Sequence[int], rank: int
     Args:
         tree: the whole draft tree, the same on every rank.
         budget: B, the most step tokens of a rank.
-        base_tokens: (R,), step tokens that each rank has without draft tokens.
-        rank: the rank whose share is returned.
+        base_tokens: (R,), number of step tokens that each rank has without draft tokens.
+        rank: the rank whose part is returned.
 
     Raises:
         ValueError: the tree is malformed, see `DraftTree.check`.

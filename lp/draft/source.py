@@ -1,8 +1,8 @@
-"""The interface of a draft source: it proposes a draft tree for every step, and learns from the sampled tokens.
+"""The interface of a draft source, which proposes a draft tree for every decode step and learns from sampled tokens.
 
-`lp.draft.registry` tells how to add one.
-n: sampled nodes of a step; K: `num_logits`, the top-k logits of each; L: tokens of the prompt behind what was cached;
-R: ranks; `c`: the newest token of the text.
+`lp.draft.registry` tells how to add a draft source.
+n: number of sampled nodes in a step; K: `num_logits`, number of top-k logits at each node; L: number of prompt tokens
+that were not cached; R: number of ranks; `c`: the newest token of the text.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ Ints = Sequence[int] | np.ndarray
 
 @dataclass(frozen=True, slots=True)
 class StepSamples:
-    """The samples and logits of one step, gathered from all ranks, from which a draft source learns.
+    """Samples and logits of one decode step, gathered from all ranks, from which a draft source learns.
 
-    All ranks get the same. A node that several ranks computed is listed once. The next step overwrites the arrays: a
-    source that keeps some of them must copy them.
+    They are equal on all ranks. A node that several ranks computed is listed once. The next step overwrites the arrays,
+    so a source must copy what it keeps.
 
     Attributes:
-        tokens, positions, parents: token, position and parent of every node, parents before children; node 0 is `c`,
-            the newest token of the text before the step, and its parent is -1.
-        sampled: the token sampled at each node; INVALID_TOKEN if none was sampled.
-        packed: int64, one-dimensional, with the top-k logits of all nodes in packed form; `top_logits` unpacks them.
+        tokens, positions, parents: token id, position in the text, and index of the parent of every node, parents
+            before children; node 0 is the newest token of the text before the step, and its parent is -1.
+        sampled: token id that was sampled at each node; INVALID_TOKEN if none was sampled.
+        packed: int64, one-dimensional, top-k logits of all nodes in packed form; the property `top_logits` unpacks
+            them.
         starts: index in `packed` at which the top-k logits of each node begin.
-        num_logits: K, top-k logits of a node.
-        ngrams: the window's new n-grams, tuples of N tokens, at most one for each column.
+        num_logits: K, number of top-k logits at a node.
+        ngrams: new n-grams from the lookahead window, tuples of N token ids, at most one for each column.
     """
 
     tokens: Ints
@@ -60,11 +61,11 @@ class StepSamples:
         top_logits: TopLogits,
         ngrams: Sequence[tuple[int, ...]] = (),
     ) -> StepSamples:
-        """Make StepSamples from unpacked top-k logits.
+        """Build the samples of a decode step from top-k logits that are not packed yet.
 
         Args:
             tokens, positions, parents, sampled, ngrams: see the attributes.
-            top_logits: top-k logits of every node, one row for each: (nodes, K).
+            top_logits: top-k logits at every node, one row for each: (nodes, K).
         """
         packed = pack_again(top_logits)
         count, num_logits = packed.shape
@@ -78,26 +79,28 @@ class StepSamples:
 
     @property
     def top_logits(self) -> TopLogits:
-        """The K largest logits, with their tokens, at each of `nodes`: (n, K)."""
+        """The K largest logits, with their token ids, at each sampled node (each node in `nodes`): (n, K)."""
         starts = np.asarray(self.starts)[self.nodes]
         return unpack_top_logits(self.packed[starts[:, None] + np.arange(self.num_logits)])
 
 
 class TokenPrice(NamedTuple):
-    """The price of draft tokens: a source that states accept probabilities drafts none that costs more than it gains.
+    """What draft tokens cost, so that a draft source which states accept probabilities drafts only tokens that pay.
 
     Attributes:
-        tokens_per_s: generated tokens that a second is worth: what decoding otherwise makes in it; 0: draft tokens
-            cost nothing.
-        base_tokens: step tokens of the rank without draft tokens.
-        seconds: float64, the time of a step by its number of tokens, at least up to base_tokens + budget.
-        marginal_seconds: float64, by number of step tokens, the least seconds that one more costs (see StepTimes).
-        exploration_bonus: generated tokens that even a rejected draft token is worth, because its logits are learned.
-        exploration_tokens: number of draft tokens of a step that get this bonus.
-        calibration: factor on the probability that a token is accepted, given that its parent is.
-        depth_discount: a path of d tokens has its probability multiplied by 1 / (1 + depth_discount x d).
-        least_tokens: most step tokens of any rank without draft tokens. All ranks wait for that one, so draft tokens of
-            this rank are free up to this size.
+        tokens_per_s: generated tokens that a second of step time must bring, as decoding otherwise generates about so
+            many; 0: draft tokens cost nothing.
+        base_tokens: number of step tokens on this rank without draft tokens.
+        seconds: float64, time of a step by its number of tokens, at least up to base_tokens + budget.
+        marginal_seconds: float64, least seconds that one more token costs, by number of step tokens (see StepTimes).
+        exploration_bonus: value of a draft token even if it is rejected, in generated tokens, because the pool learns
+            its logits.
+        exploration_tokens: number of draft tokens in a step that get this bonus.
+        calibration: factor by which the probability of each token, given that its parent is accepted, is multiplied.
+        depth_discount: constant x in the factor 1 / (1 + x * d) by which the probability of a path of d tokens is
+            multiplied.
+        least_tokens: step tokens, without draft tokens, of the rank that has most. All ranks wait for this rank, so
+            draft tokens on other ranks are free up to this number.
     """
 
     tokens_per_s: float
@@ -112,20 +115,20 @@ class TokenPrice(NamedTuple):
 
     @classmethod
     def free(cls, num_tokens: int) -> TokenPrice:
-        """The price of steps in which up to `num_tokens` tokens cost nothing."""
+        """Make a price at which draft tokens cost nothing, for steps of at most `num_tokens` tokens."""
         nothing = compiled_array(np.zeros(num_tokens + 1))
         return cls(tokens_per_s=0.0, base_tokens=0, seconds=nothing, marginal_seconds=nothing)
 
 
 class ShareInput(NamedTuple):
-    """How much one rank may draft in a step: the input of `DraftSource.propose_share`.
+    """How many draft tokens each rank may compute in a step, and what they cost: input of `DraftSource.propose_share`.
 
     Attributes:
         rank: the rank that drafts.
         budget: B, the most step tokens of any rank.
-        base_tokens: (R,), step tokens of each rank without draft tokens: catch-up tokens (accepted tokens whose KV it
-            lacks), `c`, and its part of the window.
-        window: paths of the rank's part of the window, which are drafts at no cost.
+        base_tokens: (R,), number of step tokens that each rank has without draft tokens: catch-up tokens (accepted
+            tokens whose KV it lacks), the newest token of the text, and its part of the lookahead window.
+        window: paths of this rank's part of the window; tokens on these paths are drafted at no cost.
         price: what the rank's step tokens cost; None: nothing.
         max_draft: most draft tokens of any rank.
     """
@@ -139,20 +142,21 @@ class ShareInput(NamedTuple):
 
     @property
     def rooms(self) -> np.ndarray:
-        """Number of draft tokens that each rank has room for: int64 (R,)."""
+        """Number of draft tokens that each rank has room for, int64 (R,)."""
         return np.maximum(np.minimum(self.budget - np.asarray(self.base_tokens, np.int64), self.max_draft), 0)
 
 
 class DraftSource(ABC):
-    """Proposes draft tokens for one text; every `generate` call has a source of its own.
+    """Proposes draft tokens for one text; every `generate` call has its own draft source.
 
-    Subclasses must define `propose`; the other methods do nothing, or build on it. A source must be deterministic: each
-    rank has an instance, all are called alike, and each rank computes its own share of the proposed tree.
+    Subclasses must define `propose`; all other methods have defaults. A source must be deterministic: every rank has an
+    instance, all instances get the same calls, and each rank computes its own part of the proposed tree.
 
     Attributes:
-        num_logits: K, how many of the largest logits the source wants to see of every sampled node; 0 for none.
-        divides: whether `propose_share` grows each rank's share by itself; ranks then divide a fixed budget among them.
-        accepted_prediction: tokens of the caller's predicted text that were accepted as draft tokens.
+        num_logits: K, number of top-k logits that the source wants to see at every sampled node; 0 for none.
+        divides: whether `propose_share` is overridden to grow each rank's part by itself; all ranks then divide a fixed
+            budget among them.
+        accepted_prediction: number of accepted draft tokens that came from the caller's predicted text.
     """
 
     num_logits: int = 0
@@ -161,23 +165,23 @@ class DraftSource(ABC):
 
     @abstractmethod
     def propose(self, text: Sequence[int], budget: int, window: WindowDrafts, price: TokenPrice | None, /) -> DraftTree:
-        """Propose the draft tree of the next step, behind text[-1].
+        """Propose the draft tree of the next step; its root is text[-1].
 
         Args:
-            text: prompt and generated tokens.
-            budget: most draft tokens, without those that repeat the window's drafts.
-            window: paths of the lookahead window, which are drafts at no cost.
+            text: token ids of the prompt and the generated tokens.
+            budget: most draft tokens, without tokens that repeat the window's.
+            window: paths of the lookahead window; tokens on these paths are drafted at no cost.
             price: what step tokens cost, for sources that state accept probabilities; None: nothing.
         """
 
     def propose_share(self, text: Sequence[int], step: ShareInput) -> Share:
-        """Propose one rank's share of the draft tree.
+        """Propose one rank's part of the draft tree.
 
-        Unless a subclass overrides it, every rank proposes the whole tree and takes its part (`cut_tree`).
+        By default, every rank proposes the whole tree with `propose` and takes its part with `cut_tree`.
 
         Args:
-            text: prompt and generated tokens.
-            step: the rank, its room for draft tokens, and their price.
+            text: token ids of the prompt and the generated tokens.
+            step: how many draft tokens each rank may compute, and what they cost.
         """
         alone = len(step.base_tokens) == 1  # else window and price are the rank's own, and the tree is to be all ranks'
         window = step.window if alone else WindowDrafts()
@@ -185,39 +189,49 @@ class DraftSource(ABC):
         return cut_tree(tree, step.budget, np.asarray(step.base_tokens).tolist(), step.rank)
 
     def begin(self, prompt: Sequence[int], top_logits: TopLogits) -> None:  # noqa: B027
-        """Learn from the prompt's logits, once after prefill; not called if `num_logits` is 0 or none were computed.
+        """Learn from the prompt's logits, once after prefill.
+
+        It is not called if `num_logits` is 0, or if no logits were computed.
 
         Args:
-            prompt: the prompt's last L tokens; the tokens before them were cached by an earlier text, without logits.
+            prompt: last L tokens of the prompt; the tokens before them were cached by an earlier text, without logits.
             top_logits: top-k logits at each of these tokens but the last, (L - 1, K).
         """
 
     def observe(self, text: Sequence[int], num_new: int, samples: StepSamples) -> None:  # noqa: B027
-        """Learn from a step.
+        """Learn from a decode step: from the tokens it generated, and from what was sampled at all its nodes.
 
         Args:
-            text: prompt and generated tokens, those of the step included.
-            num_new: how many tokens at its end the step generated.
-            samples: tokens and logits of all nodes of the step.
+            text: token ids of the prompt and the generated tokens, including the step's.
+            num_new: number of tokens at the end of `text` that the step generated.
+            samples: tokens, samples and logits at all nodes of the step.
         """
 
     def observe_part(self, text: Sequence[int], num_new: int, samples: StepSamples) -> Callable[[], None] | None:
-        """Learn from a step in two parts: only what the next proposal needs, and the rest while a GPU computes.
+        """Learn from a decode step in two parts: at once what the next proposal needs, the rest while a GPU computes.
 
-        Called in place of `observe` where the host is idle during the forward pass; its arguments are the same.
+        It is called instead of `observe`, with the same arguments, where the host is idle during the forward pass.
+
+        Args:
+            text: token ids of the prompt and the generated tokens, including the step's.
+            num_new: number of tokens at the end of `text` that the step generated.
+            samples: tokens, samples and logits at all nodes of the step.
 
         Returns:
-            A function that learns the rest, called once, during the next forward pass; None if nothing is left.
+            A function that learns the rest, to be called once, during the next forward pass; None if nothing is left to
+            learn.
         """
         self.observe(text, num_new, samples)
         return None
 
     def ended(self, text: Sequence[int], prompt_tokens: int) -> None:  # noqa: B027
-        """Called once when the text is finished, to keep something of it for later texts; not if the call failed.
+        """Called once when the text is finished, so that the source can keep something for later texts.
+
+        It is not called if the `generate` call has failed.
 
         Args:
-            text: prompt and generated tokens.
-            prompt_tokens: how many tokens at its beginning are the prompt.
+            text: token ids of the prompt and the generated tokens.
+            prompt_tokens: number of tokens at the beginning of `text` that are the prompt.
         """
 
 

@@ -1,4 +1,4 @@
-"""Suffix decoding (arXiv 2411.04975) over the suffix tree of arctic-inference, an optional package."""
+"""Suffix decoding (arXiv 2411.04975), with the suffix tree from the optional package arctic-inference."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lp.removed_keys import RefusesRemoved
 class SuffixConfig(RefusesRemoved):
     """Settings of suffix decoding (`decoder=suffix`), named as in arctic-inference.
 
-    Drafts continue the text as it continued most often behind earlier occurrences of its last tokens.
+    A step drafts the most frequent continuation after earlier occurrences of the text's last tokens.
 
     Args:
         max_tree_depth: most tokens of a path in the suffix tree: the matched tokens and what follows them.
@@ -30,7 +30,7 @@ class SuffixConfig(RefusesRemoved):
         tree: whether to draft a tree, the likeliest tokens first; False drafts only the likeliest path.
 
     Raises:
-        ValueError: a value out of range, with the limit and the remedy.
+        ValueError: a value is out of range; the message names the limit and a remedy.
     """
 
     max_tree_depth: int = 64
@@ -50,12 +50,12 @@ class SuffixConfig(RefusesRemoved):
             raise UserError(f"tree is {self.tree!r}; it must be true or false; false proposes a path")
 
     def shape(self) -> LookaheadConfig:
-        """Lookahead settings with the same step sizes: no window, `max_tokens` draft tokens."""
+        """Return lookahead settings that describe the step size: no window, at most `max_tokens` draft tokens."""
         return windowless(self.max_tokens)
 
 
 def native_tree() -> Any:
-    """Import the class `SuffixTree` of arctic-inference, an optional package.
+    """Import the class `SuffixTree` from arctic-inference, an optional package.
 
     Raises:
         ValueError: the package is not installed; the message says how to install it.
@@ -72,14 +72,14 @@ def native_tree() -> Any:
 
 @register_source("suffix", SuffixConfig, requires=native_tree)
 class SuffixTree(DraftSource):
-    """Draft source that continues the longest matches of the last tokens by the most frequent continuation.
+    """Draft source that finds earlier occurrences of the text's last tokens, and drafts the most frequent continuation.
 
-    It indexes one text, like the local tree of arctic-inference's SuffixDecodingCache, without its tree of past
+    It indexes one text, like the local tree of arctic-inference's SuffixDecodingCache. It does not index earlier
     responses.
 
     Args:
-        config: how many tokens to match and to draft.
-        prompt: token ids to index from the start.
+        config: settings: how many tokens to match and to draft.
+        prompt: token ids of the prompt, which are indexed from the start.
 
     Raises:
         ValueError: arctic-inference is not installed.
@@ -91,7 +91,14 @@ class SuffixTree(DraftSource):
         self._native.extend(0, list(prompt))
 
     def propose(self, text: Sequence[int], budget: int, *_: object) -> DraftTree:
-        """Draft the continuation with the largest sum of estimated token probabilities; shorter matches compete too."""
+        """Draft the continuation that promises most accepted tokens, by the estimated probabilities of its tokens.
+
+        Continuations of shorter and longer matches compete with each other.
+
+        Args:
+            text: token ids of the prompt and the generated tokens.
+            budget: most draft tokens.
+        """
         config = self.config
         draft = self._native.speculate(
             list(text[-config.max_tree_depth :]),
@@ -101,8 +108,14 @@ class SuffixTree(DraftSource):
             config.min_token_prob,
             config.tree,
         )
-        return DraftTree(draft.token_ids, draft.parents)  # parents come first, and no token twice behind one
+        return DraftTree(draft.token_ids, draft.parents)  # parents come first, and siblings differ
 
     def observe(self, text: Sequence[int], num_new: int, samples: StepSamples) -> None:
-        """Index the text's `num_new` newest tokens."""
+        """Add the text's new tokens to the suffix tree.
+
+        Args:
+            text: token ids of the prompt and the generated tokens.
+            num_new: number of tokens at the end of `text` that the step generated.
+            samples: not used.
+        """
         self._native.extend(0, list(text[len(text) - num_new :]))

@@ -1,4 +1,4 @@
-"""Token recycling (arXiv 2408.08696), a baseline: drafts from the top-k logits last computed at every token."""
+"""Token recycling (arXiv 2408.08696), a baseline: drafts from the top-k logits last computed at each token."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from lp.sampling.top_logits import TopLogits
 class RecyclingConfig(RefusesRemoved):
     """Settings of token recycling (`decoder=token_recycling`).
 
-    The draft tree always has the same shape; it is filled with the likeliest successors known of each token.
+    The draft tree always has the same shape. Its nodes are filled with the successors that are stored for each token.
 
     Args:
         successors: how many likeliest successors are stored for each token of the vocabulary.
         nodes: nodes of the tree: the most draft tokens of a step.
 
     Raises:
-        ValueError: a value out of range, with the limit and the remedy.
+        ValueError: a value is out of range; the message names the limit and a remedy.
     """
 
     successors: int = 8
@@ -38,7 +38,7 @@ class RecyclingConfig(RefusesRemoved):
         check_count(self, "nodes", 1, 1024, "try 80")
 
     def shape(self) -> LookaheadConfig:
-        """Lookahead settings with the same step sizes: no window, `nodes` draft tokens."""
+        """Return lookahead settings that describe the step size: no window, at most `nodes` draft tokens."""
         return windowless(self.nodes)
 
 
@@ -57,11 +57,11 @@ def _static_tree(nodes: int, successors: int) -> list[tuple[int, int]]:
 
 @register_source("token_recycling", RecyclingConfig)
 class TokenRecycling(DraftSource):
-    """Draft source of token recycling: drafts the successors that were likeliest when a token was last computed.
+    """Draft source of token recycling: drafts each token's likeliest successors, from the last logits at this token.
 
     Args:
-        config: number of successors of a token, and of nodes of the static tree.
-        prompt: not used: its tokens' successors come with their logits, by `begin`.
+        config: settings: number of successors of a token, and number of nodes in the draft tree.
+        prompt: not used; `begin` stores the successors of the prompt's tokens.
     """
 
     def __init__(self, config: RecyclingConfig, prompt: Sequence[int] = ()) -> None:
@@ -70,7 +70,14 @@ class TokenRecycling(DraftSource):
         self._successors: dict[int, list[int]] = {}  # likeliest first
 
     def propose(self, text: Sequence[int], budget: int, *_: object) -> DraftTree:
-        """Draft the static tree; nodes whose token is not known are left out, with all below them."""
+        """Fill a draft tree of fixed shape with stored successors, beginning with those of the text's last token.
+
+        A node is left out, with all nodes below it, if no successor is stored for its place.
+
+        Args:
+            text: token ids of the prompt and the generated tokens.
+            budget: most draft tokens.
+        """
         tokens: list[int] = []
         parents: list[int] = []
         nodes: list[int | None] = []  # of every static node, its node here
@@ -87,11 +94,22 @@ class TokenRecycling(DraftSource):
         return DraftTree(tokens, parents)
 
     def begin(self, prompt: Sequence[int], top_logits: TopLogits) -> None:
-        """Store the likeliest successors of the prompt's tokens, by their logits."""
+        """Store the likeliest successors of the prompt's tokens, from the logits that prefill computed.
+
+        Args:
+            prompt: last tokens of the prompt; earlier tokens were cached, so they have no logits.
+            top_logits: top-k logits at each of these tokens but the last.
+        """
         self._store(prompt[:-1], top_logits)
 
     def observe(self, text: Sequence[int], num_new: int, samples: StepSamples) -> None:
-        """Replace the stored successors of the token of every sampled node by those of its new logits."""
+        """Store new likeliest successors for the token of every sampled node, from the logits at this node.
+
+        Args:
+            text: not used.
+            num_new: not used.
+            samples: tokens and logits at all nodes of the step.
+        """
         self._store([int(samples.tokens[node]) for node in samples.nodes], samples.top_logits)
 
     def _store(self, tokens: Sequence[int], top_logits: TopLogits) -> None:

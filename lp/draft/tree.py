@@ -1,4 +1,4 @@
-"""The draft tree: tokens proposed for verification behind the newest token of the text."""
+"""The draft tree: tokens that are proposed to follow the newest token of the text, for the model to verify."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from lp.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class DraftTree:
-    """The draft tokens of one step, as a tree whose root is the newest token of the text; immutable.
+    """The draft tokens of one decode step, as an immutable tree whose root is the newest token of the text.
 
     The root itself is not listed. Parents come before their children.
 
     Attributes:
         tokens: token id of every node.
-        parents: index of every node's parent; -1 is the root.
-        accept_probs: probability that each node is accepted with all its ancestors; empty if the source states none.
-        merge: whether a node that repeats a sibling, or a draft of the window, is computed only once. False: paths lie
-            side by side without shared nodes, as in the paper.
+        parents: index of every node's parent; -1 stands for the root.
+        accept_probs: probability that the node and all its ancestors are accepted; empty if the draft source states
+            none.
+        merge: whether a node is computed only once if it repeats a sibling or a draft token of the window. False: each
+            path has its own nodes, as in the paper.
     """
 
     tokens: Sequence[int] | np.ndarray = ()
@@ -36,7 +37,7 @@ class DraftTree:
         """Raise an error if the arrays do not describe a tree.
 
         Raises:
-            ValueError: the lists differ in length, or a node comes before its parent.
+            ValueError: the arrays differ in length, or a node comes before its parent.
         """
         tokens, parents, probs = len(self.tokens), len(self.parents), len(self.accept_probs)
         if parents != tokens or probs not in (0, tokens):
@@ -50,11 +51,11 @@ class DraftTree:
 
 @dataclass(slots=True)
 class DraftTreeBuilder:
-    """Builds a draft tree from paths, up to a number of nodes.
+    """Builds a draft tree from paths of tokens, up to a limited number of nodes.
 
     Args:
         budget: most nodes of the tree.
-        merge: whether paths share the nodes of a common prefix.
+        merge: whether paths with the same first tokens share the nodes of these tokens.
     """
 
     budget: int
@@ -64,7 +65,11 @@ class DraftTreeBuilder:
     _children: dict[tuple[int, int], int] = field(default_factory=dict, init=False)  # (parent, token) -> node
 
     def add_path(self, path: Iterable[int]) -> None:
-        """Add a path of token ids behind the root; tokens beyond the budget are left out."""
+        """Add a path of tokens that begins after the root; tokens beyond the budget are left out.
+
+        Args:
+            path: token ids.
+        """
         node = -1
         for token in path:
             child = self.add_child(node, token)
@@ -73,14 +78,14 @@ class DraftTreeBuilder:
             node = child
 
     def add_child(self, node: int, token: int) -> int | None:
-        """Find or add a child.
+        """Find the child of a node that has a given token, or add it.
 
         Args:
-            node: index of the parent; -1 is the root.
+            node: index of the parent; -1 stands for the root.
             token: token id of the child.
 
         Returns:
-            Index of the child; None if it would exceed the budget.
+            Index of the child; None if the budget leaves no room for a new node.
         """
         child = self._children.get((node, token)) if self.merge else None
         if child is not None:
@@ -94,5 +99,5 @@ class DraftTreeBuilder:
         return child
 
     def build(self) -> DraftTree:
-        """Make the draft tree of all paths added so far."""
+        """Make the draft tree from all paths and children added so far."""
         return DraftTree(self.tokens, self.parents, merge=self.merge)

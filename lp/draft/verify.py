@@ -1,12 +1,15 @@
-"""Verification: merge all ranks' trees into their union, and walk to find the accepted tokens (Algorithm 3).
+"""Verification: merges the trees of all ranks into one (the union), and walks it to find the accepted tokens.
 
-A draft token is accepted where the model itself sampled that very token behind an accepted one.
+This is Algorithm 3 of the paper. A draft token is accepted if the model itself sampled the same token after the
+accepted token before it.
 
-Several ranks may have computed the same node, a path of tokens behind `c`. Of these the lowest rank speaks: its sample
-counts. Who speaks depends on the trees alone, never on what was sampled, so every walked token has the distribution
-that the model gives it, however its sampler draws: the longest of the ranks' own walks would not have it.
+Several ranks may have computed the same node, that is, the same path of tokens after `c`. The sample of the lowest of
+these ranks counts; this rank is called the node's speaker. The speaker depends only on the trees and never on sampled
+tokens, so every accepted token has the distribution that the model gives it, whatever the sampling method. The
+alternative, taking the rank that accepts most tokens, would change the distribution.
 
-R: ranks; B: nodes of a rank, at most; P: nodes of the accepted path, `c` (the newest token of the text) included.
+R: number of ranks; B: most nodes of a rank; P: number of nodes on the accepted path, including `c` (the newest token of
+the text).
 """
 
 from __future__ import annotations
@@ -23,19 +26,20 @@ from lp.sampling.top_logits import INVALID_TOKEN
 
 
 class RankTrees(NamedTuple):
-    """The trees that all ranks computed in a step, as read from their messages: the input of `UnionTree.merge`.
+    """The trees that all ranks computed in a decode step, as read from their messages: the input of `UnionTree.merge`.
 
-    All attributes are arrays as compiled functions take them. Each rank numbers its nodes itself, `c` first.
+    All attributes are arrays for functions compiled by numba. Each rank numbers its own nodes from 0; node 0 is the
+    newest token of the text.
 
     Attributes:
-        parents: int64 (R, B), the parent of every node by that rank's numbers.
-        tokens: int64 (R, B), the token of every node.
-        sampled: int64 (R, B), the token sampled at every node; INVALID_TOKEN if none was.
-        probs: float64 (R, B), the probability that a draft token and all its ancestors are accepted; 0 if none is
-            stated.
-        counts: int64 (R,), number of nodes of each rank; entries of the other arrays beyond it mean nothing.
-        logits_at: int64 (3,), (a, b, c): in the messages, the packed top-k logits of node i of rank r begin at index
-            a + b * r + c * i.
+        parents: int64 (R, B), parent of every node, as the number that the same rank gave it.
+        tokens: int64 (R, B), token id of every node.
+        sampled: int64 (R, B), token id that was sampled at every node; INVALID_TOKEN if none was sampled.
+        probs: float64 (R, B), probability that a draft token and all its ancestors are accepted; 0 if none is stated.
+        counts: int64 (R,), number of nodes of each rank; entries of the other arrays beyond this number have no
+            meaning.
+        logits_at: int64 (3,), numbers (a, b, c): the packed top-k logits of node i of rank r begin at index a + b * r +
+            c * i in the messages.
     """
 
     parents: Any
@@ -47,7 +51,10 @@ class RankTrees(NamedTuple):
 
     @classmethod
     def room(cls, ranks: int, budget: int, logits_at: Sequence[int] = (0, 0, 0)) -> RankTrees:
-        """Allocate arrays for the trees of `ranks` ranks with at most `budget` nodes each."""
+        """Allocate arrays for the trees of `ranks` ranks, with at most `budget` nodes for each rank.
+
+        `logits_at` is stored as the attribute with this name.
+        """
         ints = np.zeros((3, ranks, budget), np.int64)
         counts = np.zeros(ranks, np.int64)
         arrays = (*ints, np.zeros((ranks, budget)), counts, np.array(logits_at, np.int64))
@@ -55,17 +62,19 @@ class RankTrees(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The result of verification: the tokens that a step generated; equal on every rank but for `own_path`.
+    """The result of verification: the tokens that a decode step generated; equal on every rank except for `own_path`.
 
     Attributes:
-        path: (P,), nodes of the union from `c` to the last accepted one.
-        tokens: (P,), the generated tokens: the accepted draft tokens, then the bonus token.
+        path: (P,), accepted nodes by their index in the merged tree of all ranks; the first is the newest token of the
+            text before the step.
+        tokens: (P,), generated token ids: the accepted draft tokens, then the bonus token, sampled at the last accepted
+            node.
         accepted: number of accepted draft tokens, P - 1.
-        held: (R,), how many nodes of the path each rank computed, and has the KV of; these are the first of the path.
-        own_path: the nodes of the path that this rank computed, by its own numbers.
-        expected: how many draft tokens should have been accepted along the path by their stated probabilities, each
-            given that the one before it was.
-        accepted_drafts: how many of the accepted tokens had a stated probability.
+        held: (R,), number of nodes of the path for which each rank has the KV, counted from the first node on.
+        own_path: nodes of the path that this rank computed, by this rank's own numbers.
+        expected: number of draft tokens expected to be accepted along the path, by the probabilities that the draft
+            source stated, each given that the token before it was accepted.
+        accepted_drafts: number of accepted tokens for which a probability was stated.
     """
 
     path: list[int]
@@ -78,23 +87,24 @@ class Outcome(NamedTuple):
 
 
 class UnionTree:
-    """The union of all ranks' trees of a step: `merge` makes it, `walk` finds the accepted tokens in it.
+    """The merged tree of all ranks in a decode step: `merge` makes it, and `walk` finds the accepted tokens in it.
 
-    A node that several ranks computed is one node here, and has the sample of the lowest of these ranks. The arrays
-    are overwritten in the next step.
+    A node that several ranks computed is one node here, with the sample of the lowest of these ranks. The next step
+    overwrites the arrays.
 
     Args:
         ranks: R, number of ranks.
         budget: B, most nodes of a rank.
 
     Attributes:
-        num_nodes: number of nodes of the union.
-        num_draft: how many of these are draft tokens and not part of a rank's window.
-        tokens, parents, depths: int64 (num_nodes,), every node's token, parent, and distance from `c`, which is node 0
-            and has parent -1.
-        sampled: int64 (num_nodes,), the token sampled at each node; INVALID_TOKEN if none was.
-        sources: int64 (num_nodes,), rank * B + node: the rank whose sample counts, and its own number of the node.
-        starts: int64 (num_nodes,), index in the messages at which this node's packed top-k logits begin.
+        num_nodes: number of nodes of the merged tree.
+        num_draft: number of these nodes that are draft tokens and no window nodes.
+        tokens, parents, depths: int64 (num_nodes,), token id of each node, index of its parent, and its distance from
+            node 0. Node 0 is the newest token of the text; its parent is -1.
+        sampled: int64 (num_nodes,), token id that was sampled at each node; INVALID_TOKEN if none was sampled.
+        sources: int64 (num_nodes,), rank * B + node: the rank whose sample counts, and this rank's own number of the
+            node.
+        starts: int64 (num_nodes,), index in the messages at which the node's packed top-k logits begin.
     """
 
     def __init__(self, ranks: int, budget: int) -> None:
@@ -106,12 +116,13 @@ class UnionTree:
         self._found = _Found(path, tokens, own, compiled_zeros(ranks, "i8"))
 
     def merge(self, trees: RankTrees, slices: WindowSlices, window_drafts: bool) -> None:
-        """Replace the union by that of a new step.
+        """Merge the trees of all ranks for a new decode step; the tree of the last step is overwritten.
 
         Args:
-            trees: the trees that the ranks computed.
-            slices: the window columns of each rank.
-            window_drafts: whether the window's level 0 and column 0 count as draft tokens, which may be accepted.
+            trees: trees that the ranks computed.
+            slices: window columns of each rank.
+            window_drafts: whether tokens on level 0 and column 0 of the window count as draft tokens, which may be
+                accepted.
         """
         self._counts = trees.counts
         self.num_nodes, self.num_draft = _merge(
@@ -121,10 +132,10 @@ class UnionTree:
         self.tokens, self.parents, self.depths, self.sampled, self.sources, self.starts = arrays
 
     def walk(self, rank: int, most: int) -> Outcome:
-        """Find the accepted tokens: from `c`, go on to the child that has the sampled token, until there is none.
+        """Find the accepted tokens: from node 0, move on to the child that has the sampled token, until there is none.
 
-        Greedy, coupled and rejection sampling differ only in how a node samples its token (`lp.sampling.sampler`): each
-        sample has the model's own distribution given the node's path, so the walked tokens have it too.
+        Greedy, coupled and rejection sampling differ only in how a token is sampled at a node (`lp.sampling.sampler`).
+        Each sample has the model's own distribution, given the path to its node, so the accepted tokens have it, too.
 
         Args:
             rank: this rank, for `Outcome.own_path`.
@@ -144,11 +155,15 @@ class UnionTree:
         )
 
     def speaker(self, node: int) -> int:
-        """The rank whose sample counts at a node of the union: the lowest that computed it."""
+        """The rank whose sample counts at a node of the merged tree: the lowest rank that computed the node.
+
+        Args:
+            node: index of the node in the merged tree.
+        """
         return int(self.sources[node]) // self.budget
 
     def stated_probs(self) -> np.ndarray:
-        """All stated accept probabilities of the step's draft tokens, the largest first: float64, one-dimensional."""
+        """All accept probabilities that the draft source stated in this step, the largest first: float64, 1-D."""
         probs = np.asarray(self._nodes.probs)[: self.num_nodes]
         return np.sort(probs[probs > 0])[::-1]
 

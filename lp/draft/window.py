@@ -1,7 +1,7 @@
 """The 2-D lookahead window (paper section 3.1): guesses of coming tokens, from which n-grams for the pool are made.
 
-W: columns; N: n-gram size, so N - 1 levels; p: position of `c`, the newest token of the text.
-Entry [k][j] (level k, column j) is a guess for position p + j + k; entry [0][0] is `c` itself.
+W: number of columns; N: n-gram size, so there are N - 1 levels; p: position of `c`, the newest token of the text.
+Entry [k][j] (level k, column j, both from 0) is a guess for position p + j + k. Entry [0][0] is `c` itself.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ _STRIDE = 2654435761  # Knuth's multiplicative hash: spreads neighbouring positi
 
 
 class WindowDrafts(NamedTuple):
-    """Two paths of the window that serve as draft tokens at no cost, since a step computes their nodes anyway.
+    """Two paths of the lookahead window that serve as draft tokens at no cost, since a step computes them anyway.
 
-    Both begin with `c`, the newest token of the text; they are empty on a rank that does not compute them.
+    The paths are level 0 and column 0. Both begin with the newest token of the text. A path is empty on a rank that
+    does not compute it.
     """
 
     level_0: Any = ()  # token ids, as a list or as compiled functions take it
@@ -29,15 +30,16 @@ class WindowDrafts(NamedTuple):
 
 
 class WindowNodes(NamedTuple):
-    """The shape of a rank's part of the window, as arrays that compiled functions take.
+    """The nodes of one rank's part of the lookahead window, as arrays for functions compiled by numba.
 
-    The first node is `c`, the newest token of the text, at position p.
+    Node 0 is `c`, the newest token of the text, at position p.
 
     Attributes:
-        parents: int64 (nodes,), index of every node's parent; -1 for `c`, which is node 0.
-        distances: int64 (nodes,), every node's position less p.
+        parents: int64 (nodes,), index of every node's parent; -1 for node 0.
+        distances: int64 (nodes,), position of every node in the text, less p.
         on_walk: bool (nodes,), whether the node's token may be accepted: `c`, level 0 and column 0.
-        sampled: bool (nodes,), whether a token is sampled at the node: those on a walk, and the last level.
+        sampled: bool (nodes,), whether a token is sampled at the node: nodes whose token may be accepted, and the last
+            level.
     """
 
     parents: Any
@@ -48,10 +50,12 @@ class WindowNodes(NamedTuple):
 
 @dataclass(frozen=True)
 class WindowSlice:
-    """The window columns first..end-1, which one rank computes in a step, with level 0 from `c` up to the last of them.
+    """The window columns that one rank computes in a decode step.
+
+    The rank also computes level 0 from the window's first column up to the last of these columns.
 
     Attributes:
-        first, end: the first column, and the one behind the last; equal if the rank has no columns.
+        first, end: columns from `first` to `end` - 1, counted from 0; both are equal if the rank has no columns.
         levels: N - 1, number of levels of the window.
     """
 
@@ -66,22 +70,22 @@ class WindowSlice:
 
     @cached_property
     def level_0_nodes(self) -> int:
-        """Number of level-0 nodes that the rank computes, `c` included."""
+        """Number of nodes on level 0 of the window that the rank computes, including the newest token of the text."""
         return max(self.end, 1) if self.num_columns else 1
 
     @cached_property
     def num_nodes(self) -> int:
-        """Number of window nodes that the rank computes, `c` included."""
+        """Number of window nodes that the rank computes, including the newest token of the text."""
         return self.level_0_nodes + self.num_columns * (self.levels - 1)
 
     @cached_property
     def first_of_last_level(self) -> int:
-        """Index of the rank's first node on the window's last level; the other nodes of that level follow it."""
+        """Index of the rank's first window node on the last level; its later window nodes are all on this level."""
         return self.first if self.levels == 1 else self.num_nodes - self.num_columns
 
     @cached_property
     def nodes(self) -> WindowNodes:
-        """Parents and positions of the rank's window nodes, in their order: `c` and level 0, then the other levels."""
+        """The rank's window nodes in the order of computation: level 0 (the newest token first), then other levels."""
         entries = [(0, j) for j in range(self.level_0_nodes)]
         entries += [(k, j) for k in range(1, self.levels) for j in range(self.first, self.end)]
         index = {entry: node for node, entry in enumerate(entries)}
@@ -98,11 +102,11 @@ class WindowSlice:
 
 
 class WindowSlices(tuple[WindowSlice, ...]):
-    """The slices of the window that all ranks compute, by rank."""
+    """The parts of the lookahead window that ranks compute: one WindowSlice for each rank, in the order of ranks."""
 
     @cached_property
     def num_nodes(self) -> np.ndarray:
-        """Number of window nodes of each rank, `c` included: int64 (R,)."""
+        """Number of window nodes that each rank computes, including the newest token of the text: int64 (R,)."""
         return np.array([own.num_nodes for own in self], np.int64)
 
     @cached_property
@@ -112,12 +116,12 @@ class WindowSlices(tuple[WindowSlice, ...]):
 
     @cached_property
     def shapes(self) -> Any:
-        """First column, number of columns, and number of level-0 nodes of each rank: int64 (R, 3)."""
+        """First column, number of columns, and number of level-0 nodes for each rank: int64 (R, 3)."""
         return compiled_ints([(own.first, own.num_columns, own.level_0_nodes) for own in self])
 
     @cached_property
     def holders(self) -> list[int]:
-        """The ranks that have columns, ordered by their first column."""
+        """Ranks that compute at least one window column, ordered by their first column."""
         return sorted((rank for rank, own in enumerate(self) if own.num_columns), key=lambda rank: self[rank].first)
 
 
@@ -125,16 +129,17 @@ class WindowSlices(tuple[WindowSlice, ...]):
 def slice_window(columns: int, ngram_size: int, rooms: tuple[int, ...]) -> WindowSlices:
     """Divide the window's columns among ranks: the last rank gets as many of the last columns as fit, and so on.
 
-    A rank that computes a column must also compute level 0 up to it, so columns on few ranks repeat the fewest nodes.
-    With N = 2 the window is level 0 alone: the rank with the most room gets all of it.
+    A rank that computes a column must also compute level 0 up to this column. So few nodes are computed twice if few
+    ranks have columns. With N = 2 the window is level 0 alone, and the rank with the most room gets all of it.
 
     Args:
-        columns: W, number of columns; the slices have fewer together if the ranks have no room for all.
-        ngram_size: N.
-        rooms: (R,), tokens that each rank may spend on `c` and the window.
+        columns: W, number of columns to divide; if the ranks have no room for all columns, only the first ones are
+            divided.
+        ngram_size: N, number of tokens in an n-gram.
+        rooms: (R,), number of tokens that each rank may use for the window, including the newest token of the text.
 
     Returns:
-        The slice of each rank; slices may be empty.
+        The columns of each rank; a rank may have none.
     """
     levels = ngram_size - 1
     ranks = len(rooms)
@@ -155,15 +160,15 @@ def slice_window(columns: int, ngram_size: int, rooms: tuple[int, ...]) -> Windo
 
 
 class LookaheadWindow:
-    """The lookahead window of one text: W columns of N - 1 guessed tokens; each step appends a level and drops one.
+    """The lookahead window for one text: W columns of N - 1 guessed tokens; each step drops a level and appends one.
 
     `window_size` may be changed between steps.
 
     Args:
-        window_size: W, at least 0.
-        ngram_size: N, at least 2.
-        text: token ids of the prompt, not empty; every column starts as N - 1 consecutive tokens of it, so that the
-            first step has a whole window.
+        window_size: W, number of columns, at least 0.
+        ngram_size: N, number of tokens in an n-gram, at least 2.
+        text: token ids of the prompt, not empty; every column starts as N - 1 consecutive tokens of the prompt, so that
+            the first step already has a full window.
 
     Attributes:
         levels: N - 1 lists of W token ids.
@@ -178,30 +183,34 @@ class LookaheadWindow:
             self.levels[0][0] = text[-1]
 
     def ngrams(self, sampled: Sequence[int]) -> list[tuple[int, ...]]:
-        """Make n-grams for the pool: each column's N - 1 guesses and the token sampled at its last level.
+        """Make n-grams for the pool: each column's N - 1 guesses, and the token sampled at the column's last level.
 
         Args:
-            sampled: tokens sampled at the last level, by column; there may be fewer than W.
+            sampled: token ids sampled at the last level, by column; there may be fewer than W.
         """
         return [(*(level[j] for level in self.levels), token) for j, token in enumerate(sampled)]
 
     def drafts(self, columns: WindowSlice) -> WindowDrafts:
-        """The tokens that can serve as draft tokens at no cost on a rank with these columns: level 0, and column 0."""
+        """Window tokens that serve as draft tokens at no cost on a rank: level 0, and column 0 if the rank has it.
+
+        Args:
+            columns: columns of the window that the rank computes.
+        """
         if not columns.num_columns:
             return WindowDrafts()
         column_0 = [level[0] for level in self.levels] if columns.first == 0 else []
         return WindowDrafts(self.levels[0][: columns.end], column_0)
 
     def advance(self, text: Sequence[int], num_new: int, sampled: Sequence[int]) -> None:
-        """Go on to the next step: drop level 0, append the sampled tokens as last level, and move along with the text.
+        """Move the window on to the next step: drop level 0, and append the sampled tokens as the last level.
 
-        Columns move left by the number of generated tokens, so that each guess keeps its position in the text; new
-        columns fill up the right.
+        Columns move left by the number of generated tokens minus 1, and dropping a level moves guesses by 1 more. So
+        each guess keeps its position in the text. New columns fill up the right.
 
         Args:
-            text: prompt and generated tokens, those of the step included.
-            num_new: how many tokens the step generated, at least 1.
-            sampled: tokens sampled at the last level, by column; fewer than W near the context's end.
+            text: token ids of the prompt and the generated tokens, including the step's.
+            num_new: number of tokens that the step generated, at least 1.
+            sampled: token ids sampled at the last level, by column; fewer than W near the end of the context window.
         """
         last = [*sampled, *self.levels[-1][len(sampled) :]]
         levels = [level[num_new - 1 :][: self.window_size] for level in (*self.levels[1:], last)]

@@ -1,4 +1,4 @@
-"""Base class of draft sources that add tokens to the drafts of another one."""
+"""Base class of draft sources that add tokens to the draft tree of another draft source."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ MEMORY_TOKENS = 64.0  # tried tokens that are remembered; older ones fade
 
 
 class WrappingSource(DraftSource):
-    """Base class of a draft source that adds tokens to the draft tree of another one.
+    """Base class of a draft source that adds tokens to the draft tree of another draft source.
 
     The wrapped source learns from all steps as if it were alone. Subclasses define `propose_share` and `follow`.
 
     Args:
-        inner: the wrapped source.
+        inner: the wrapped draft source.
     """
 
     def __init__(self, inner: DraftSource) -> None:
@@ -33,16 +33,19 @@ class WrappingSource(DraftSource):
 
     @property
     def added_prob(self) -> float:
-        """Probability that an added token is accepted if the tokens before it are, as counted in this text."""
+        """Estimated probability that an added draft token is accepted, given that all tokens before it are.
+
+        The estimate starts from a prior, and then follows the tokens that were added earlier in this text.
+        """
         accepted, tried = self._accepted_tried
         return accepted / tried
 
     def count(self, accepted: int, tried: int) -> None:
-        """Record how added tokens fared, for `added_prob`.
+        """Record how many added draft tokens were accepted, to update the estimate `added_prob`.
 
         Args:
-            accepted: added tokens that were accepted.
-            tried: added tokens all of whose predecessors were accepted.
+            accepted: number of added tokens that were accepted.
+            tried: number of added tokens before which all tokens were accepted.
         """
         accepted_before, tried_before = self._accepted_tried
         share = min(1.0, MEMORY_TOKENS / (tried_before + tried))
@@ -50,30 +53,73 @@ class WrappingSource(DraftSource):
 
     @abstractmethod
     def propose_share(self, text: Sequence[int], step: ShareInput) -> Share:
-        """Propose one rank's share of the draft tree: added tokens, and the wrapped source's."""
+        """Propose one rank's part of the draft tree: added tokens, and tokens from the wrapped source.
+
+        Args:
+            text: token ids of the prompt and the generated tokens.
+            step: how many draft tokens each rank may compute, and what they cost.
+        """
 
     @abstractmethod
     def follow(self, text: Sequence[int]) -> None:
-        """Learn from the tokens that the text has grown by since the last call; called before each proposal, too."""
+        """Learn from the tokens that were appended to the text since the last call.
+
+        It is called after each step, and also before each proposal.
+
+        Args:
+            text: token ids of the prompt and the generated tokens.
+        """
 
     def propose(self, text: Sequence[int], budget: int, window: WindowDrafts, price: TokenPrice | None, /) -> DraftTree:
-        """Propose the whole draft tree, for a rank that drafts alone."""
+        """Propose the whole draft tree, for a rank that drafts alone.
+
+        Args:
+            text: token ids of the prompt and the generated tokens.
+            budget: most draft tokens, without tokens that repeat the window's.
+            window: paths of the lookahead window; tokens on these paths are drafted at no cost.
+            price: what step tokens cost; None: nothing.
+        """
         return self.propose_share(text, ShareInput(0, budget, [0], window, price)).draft
 
     def begin(self, prompt: Sequence[int], top_logits: TopLogits) -> None:
-        """Let the wrapped source learn from the prompt's logits."""
+        """Let the wrapped source learn from the prompt's logits, once after prefill.
+
+        Args:
+            prompt: last tokens of the prompt; earlier tokens were cached, so they have no logits.
+            top_logits: top-k logits at each of these tokens but the last.
+        """
         self._inner.begin(prompt, top_logits)
 
     def observe(self, text: Sequence[int], num_new: int, samples: StepSamples) -> None:
-        """Learn from a step, and let the wrapped source learn from it."""
+        """Learn from a decode step, and let the wrapped source learn from it, too.
+
+        Args:
+            text: token ids of the prompt and the generated tokens, including the step's.
+            num_new: number of tokens at the end of `text` that the step generated.
+            samples: tokens, samples and logits at all nodes of the step.
+        """
         self.follow(text)
         self._inner.observe(text, num_new, samples)
 
     def ended(self, text: Sequence[int], prompt_tokens: int) -> None:
-        """Tell the wrapped source that the text is finished."""
+        """Tell the wrapped source that the text is finished.
+
+        Args:
+            text: token ids of the prompt and the generated tokens.
+            prompt_tokens: number of tokens at the beginning of `text` that are the prompt.
+        """
         self._inner.ended(text, prompt_tokens)
 
     def observe_part(self, text: Sequence[int], num_new: int, samples: StepSamples) -> Callable[[], None] | None:
-        """Learn from a step; the wrapped source may leave a part of its learning for later, which is returned."""
+        """Learn from a decode step, but let the wrapped source leave a part of its learning for later.
+
+        Args:
+            text: token ids of the prompt and the generated tokens, including the step's.
+            num_new: number of tokens at the end of `text` that the step generated.
+            samples: tokens, samples and logits at all nodes of the step.
+
+        Returns:
+            A function that learns the rest; None if nothing is left to learn.
+        """
         self.follow(text)
         return self._inner.observe_part(text, num_new, samples)

@@ -1,15 +1,17 @@
-"""Look-ups in a corpus: an immutable index of tokenized files that finds what followed the end of a text in them.
+"""Look-ups in a corpus (an index of tokenized files): which tokens follow a text's last tokens in these files.
 
-A look-up finds the longest run of the text's newest tokens, 2 to MAX_MATCH of them, that occurs in a file, and the
-tokens behind its occurrences.
+A look-up finds the longest run of the text's newest tokens, 2 to MAX_MATCH of them, that occurs in a file. It returns
+the tokens that follow the occurrences.
 
-The index is a suffix array: its rows are the places in the files at which a match may end, sorted by the tokens there
-read backwards. So places that end alike are neighbours, whatever the length of the match. `lp.draft.pool.corpus_file`
-makes the index and describes its layout.
+The index is a suffix array and never changes. A row of the index is a place in the files at which a match may end. Rows
+are sorted by the tokens up to their place, read backwards, so places with the same last tokens are neighbours, however
+long the match is. `lp.draft.pool.corpus_file` makes the index and describes its layout.
 
-Files may have changed since. Ranges of tokens that are gone are listed beside the index; no look-up finds their rows.
+Files may have changed since they were indexed. Ranges of tokens that are gone are listed separately, and look-ups skip
+rows in these ranges.
 
-V: vocabulary; n: tokens, separators included; r: rows; d: distinct pairs of last two tokens of rows.
+V: size of the vocabulary; n: number of tokens, separators included; r: number of rows; d: number of distinct pairs that
+the last two tokens of rows form.
 """
 
 from __future__ import annotations
@@ -28,7 +30,10 @@ HEADER = 8  # int64 numbers: a mark, V, n, r, d, bytes of JSON, digest of what l
 
 
 class Corpus(NamedTuple):
-    """A corpus in the form that compiled functions search; an empty one, with V = 0, stands for no corpus."""
+    """A corpus (an index of tokenized files) as arrays that functions compiled by numba search.
+
+    An empty corpus, with V = 0, stands for no corpus: nothing is found in it.
+    """
 
     vocabulary: int  # V
     numbers: Any  # int32: the whole array of the corpus
@@ -41,11 +46,13 @@ class Corpus(NamedTuple):
 
     @classmethod
     def of(cls, file: np.ndarray | None, gone: Sequence[int] = ()) -> Corpus:
-        """Make a corpus for compiled functions.
+        """Build a corpus (an index of tokenized files) in the form that functions compiled by numba search.
 
         Args:
-            file: a corpus' array, int64, see `lp.draft.pool.corpus_file`; None: an empty corpus.
-            gone: begin and end of every range of tokens that are gone, in turn, ascending.
+            file: int64 array of the corpus' file, see `lp.draft.pool.corpus_file`; None gives an empty corpus, in which
+                nothing is found.
+            gone: ranges of tokens whose files have changed, as indices among the corpus' tokens: begin and end
+                (exclusive) of each range in turn, ascending.
         """
         ranges = compiled_ints(gone)
         if file is None:
@@ -56,9 +63,10 @@ class Corpus(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where each part of a corpus' array begins, as an index in int32 numbers; `end` is where the last part ends.
+    """Where each part of a corpus' array begins, as an index into the array viewed as int32.
 
-    `lp.draft.pool.corpus_file` describes the parts; `listing` is the JSON.
+    `end` is the end of the last part. `lp.draft.pool.corpus_file` describes the parts. `listing` is the JSON list of
+    the indexed files.
     """
 
     tokens: int
@@ -71,7 +79,11 @@ class Places(NamedTuple):
 
 
 def places_of(file: np.ndarray) -> Places:
-    """Find where the parts of a corpus' array begin, from the sizes in its header."""
+    """Calculate where each part of a corpus' array begins, from the sizes in the array's header.
+
+    Args:
+        file: the corpus' array, int64.
+    """
     _, vocabulary, tokens, rows, pairs, listing_bytes, *_ = file[:HEADER].tolist()
     sizes = [2 * HEADER, tokens, rows, vocabulary + 1, pairs, pairs + 1, -(-listing_bytes // 4)]
     return Places(*np.cumsum(sizes).tolist())
@@ -79,16 +91,16 @@ def places_of(file: np.ndarray) -> Places:
 
 @jit
 def find_match(corpus, recent, known):
-    """Find where the longest possible run of a text's newest tokens occurs in a corpus.
+    """Find the longest run of a text's newest tokens that occurs in a corpus, and all its occurrences.
 
     Args:
-        corpus: Corpus.
+        corpus: Corpus to search.
         recent: int64, the newest tokens of the text, the newest first.
-        known: how many of them to match, at most; no more than MAX_MATCH are.
+        known: most tokens of `recent` to match; a match never has more than MAX_MATCH tokens.
 
     Returns:
-        (length, first, behind): tokens of the match, 0 if not even 2 match; and the rows first..behind-1 of the index,
-        which are its occurrences.
+        (length, first, behind): number of matched tokens, 0 if not even 2 match; the occurrences are the rows `first`
+        to `behind` - 1 of the index.
     """
     numbers = corpus.numbers
     if known < 2 or recent[0] >= corpus.vocabulary:
@@ -150,12 +162,13 @@ def find_match(corpus, recent, known):
 
 @jit
 def is_gone(corpus, place):
-    """Whether a token of a corpus is gone because its file has changed.
+    """Whether a token of a corpus is gone, because its file has changed since it was indexed.
 
-    `gone` has begins and ends in turn, so the place is inside a range if an odd number of them is not behind it.
+    `corpus.gone` holds the begin and the end of each range in turn. So a place is inside a range if an odd number of
+    these values is less than or equal to the place.
 
     Args:
-        corpus: Corpus.
+        corpus: Corpus to look in.
         place: index of the token among the corpus' tokens.
     """
     low, high = 0, len(corpus.gone)
@@ -170,16 +183,19 @@ def is_gone(corpus, place):
 
 @jit
 def live_length(corpus, recent, known, row, end, step):
-    """Length of the match at the nearest row that is not gone, among rows that end with the text's last two tokens.
+    """Count how many newest tokens of a text match at the nearest row of the index whose file has not changed.
+
+    A row is one place in the files. All rows looked at must match the text's last two tokens. At most SAMPLED rows are
+    looked at.
 
     Args:
-        corpus, recent, known: arguments of `find_match`.
-        row: the row to begin at.
-        end: the row to stop before.
-        step: 1 or -1, the direction; at most SAMPLED rows are looked at.
+        corpus, recent, known: corpus, newest tokens of the text, and most tokens to match; see `find_match`.
+        row: number of the row to look at first.
+        end: number of the row at which to stop; this row is not looked at.
+        step: direction of the search: 1 for the rows after `row`, -1 for the rows before it.
 
     Returns:
-        Tokens that this row has in common with the text; 0 if all rows that were looked at are gone.
+        Number of matching tokens; 0 if the files of all rows looked at have changed.
     """
     looked_at = 0
     while row != end and looked_at < SAMPLED:
@@ -196,12 +212,14 @@ def live_length(corpus, recent, known, row, end, step):
 
 @jit
 def agrees(corpus, recent, row, length):
-    """Whether the occurrence at a row has the newest `length` tokens of the text, given that the last two match.
+    """Whether a row of the index matches the newest `length` tokens of the text.
+
+    The last two tokens are not compared: they are known to match.
 
     Args:
-        corpus, recent: arguments of `find_match`.
+        corpus, recent: corpus, and newest tokens of the text, the newest first.
         row: number of the row in the index.
-        length: tokens to compare.
+        length: number of tokens to compare.
     """
     newest = corpus.tokens + corpus.numbers[corpus.rows + row]
     index = 2
@@ -212,20 +230,20 @@ def agrees(corpus, recent, row, length):
 
 @jit
 def count_followers(corpus, first, behind, followers, counts):
-    """Count which tokens followed a match in the files of a corpus, to draft the most frequent ones.
+    """Count which tokens follow a match in the files of a corpus, so that the most frequent ones can be drafted.
 
-    Each row of the match is one occurrence. Of more than SAMPLED rows only SAMPLED, evenly spread, are looked at; rows
-    whose tokens are gone are not counted.
+    Each row of the match is one occurrence. If there are more than SAMPLED rows, only SAMPLED of them, evenly spread,
+    are looked at. Rows whose files have changed are not counted.
 
     Args:
-        corpus: Corpus.
-        first, behind: the rows of the match, first..behind-1, as `find_match` returns them.
-        followers: int64 (SAMPLED,), filled with the distinct followers in the order of their rows.
-        counts: int64 (SAMPLED,), filled with the number of rows of each follower.
+        corpus: Corpus in which the match was found.
+        first, behind: rows of the match, from `first` to `behind` - 1, as `find_match` returns them.
+        followers: int64 (SAMPLED,), overwritten with the distinct tokens that follow, in the order of their rows.
+        counts: int64 (SAMPLED,), overwritten with the number of rows that each of these tokens follows.
 
     Returns:
-        Number of distinct followers; number of rows counted; and, if the match has only one row, the place of its
-        newest token among the corpus' tokens, else -1.
+        Number of distinct tokens that follow; number of rows counted; and, if the match has only one row, the index of
+        its newest token among the corpus' tokens, else -1.
     """
     rows = behind - first
     looked_at = min(rows, SAMPLED)

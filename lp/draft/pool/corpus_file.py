@@ -1,19 +1,21 @@
-"""The file of a corpus, an index of tokenized files: making it, and reading it.
+"""The file of a corpus, an index of tokenized files: how it is made, and how it is read.
 
-`lp corpus build` writes it, every process maps it into memory and none writes to it; ranks of a node share its pages.
-Compiled functions (`lp.draft.pool.corpus`) search it without checks: all that they read is checked when it is opened.
+`lp corpus build` writes the file. Every process maps it into memory and none writes to it, so ranks on one machine
+share its memory pages. Functions compiled by numba (`lp.draft.pool.corpus`) search it without checks, so all that they
+read is checked when the file is opened.
 
 The file holds one int64 array: a header of HEADER numbers, then these parts of int32 numbers, without gaps:
 
-    tokens    n      the tokens of all files, with a SEPARATOR before, between and behind them
-    rows      r      places in `tokens` at which a match may end: tokens that have one before and one behind them in
-                     their file; sorted by the tokens up to the place, read backwards, MAX_MATCH of them
-    firsts    V + 1  by token v, the index of the first pair whose newest token is v
-    pairs     d      the distinct pairs of last two tokens of rows, sorted by the newer, then the older: the older one
-    starts    d + 1  by pair, its first row
-    listing          what the files are (`Listing`), as JSON in UTF-8
+    tokens    n      the tokens of all files, with a SEPARATOR before the first file, between files and after the last
+    rows      r      places in `tokens` at which a match may end: tokens with at least one token before and one after
+                     them in their file; sorted by the last MAX_MATCH tokens up to the place, read backwards
+    firsts    V + 1  for each token v, the index of the first pair whose newer token is v
+    pairs     d      the older token of each distinct pair that the last two tokens of a row form; pairs are sorted by
+                     the newer token, then by the older one
+    starts    d + 1  for each pair, its first row
+    listing          the list of the files (`Listing`), as JSON in UTF-8
 
-V: vocabulary; n: tokens, separators included; r: rows; d: pairs.
+V: size of the vocabulary; n: number of tokens, separators included; r: number of rows; d: number of pairs.
 """
 
 from __future__ import annotations
@@ -46,10 +48,10 @@ class IndexedFile:
     """One source file of a corpus, as it was when the corpus was made.
 
     Attributes:
-        path: relative to the corpus' folder.
+        path: path of the file, relative to the corpus' folder.
         size: size in bytes.
         modified_ns: time of its last change, in nanoseconds since 1970.
-        num_tokens: number of its tokens; 0 in a delta if the file was deleted.
+        num_tokens: number of its tokens; in a delta (an index of changed files), 0 for a file that was deleted.
     """
 
     path: str
@@ -60,14 +62,14 @@ class IndexedFile:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What a corpus was made from: lets `lp corpus watch` see which files have changed since.
+    """The source files of a corpus, by which `lp corpus watch` sees which files have changed since they were indexed.
 
     Attributes:
-        folder: the folder that was indexed.
+        folder: path of the folder that was indexed.
         tokenizer: digest of the tokenizer.
-        files: all files, in the order of their tokens.
-        base: 0 for a corpus; for a delta (an index of changed files beside a corpus) digest of its corpus
-            (`identity_of`), in which these files replace those of the same path.
+        files: all source files, in the order of their tokens in the corpus.
+        base: 0 for a corpus. For a delta (an index of changed files, kept beside a corpus): digest (`identity_of`) of
+            the corpus in which these files replace the files with the same paths.
     """
 
     folder: str
@@ -80,15 +82,15 @@ UNLISTED = Listing("", 0, [])  # for an index that is in no file
 
 
 def new_file(vocabulary_size: int, texts: Sequence[np.ndarray], listing: Listing) -> np.ndarray:
-    """Index tokenized texts: make the array of a corpus.
+    """Make the array of a corpus: an index of tokenized texts, in which runs of tokens can be found.
 
     Args:
-        vocabulary_size: V of the model.
-        texts: token ids of every text, int32, one-dimensional.
-        listing: what the texts are, stored as the last part of the array.
+        vocabulary_size: V, number of tokens in the model's vocabulary.
+        texts: token ids of each text, int32, one-dimensional.
+        listing: list of the source files, stored as the last part of the array.
 
     Returns:
-        int64, one-dimensional, laid out as the module's docstring says.
+        int64 array, one-dimensional: a header, the index, and the listing as JSON.
 
     Raises:
         ValueError: the texts have more tokens than an index can hold, or a token that is not in the vocabulary.
@@ -142,14 +144,17 @@ def _sorted_rows(tokens: np.ndarray) -> np.ndarray:
 
 
 def read_file(path: str, vocabulary_size: int) -> np.ndarray:
-    """Read a corpus from its file and check all of it; a file above READ_BYTES is memory-mapped.
+    """Read a corpus from its file and check all of it; a file larger than READ_BYTES is memory-mapped.
 
-    A mapped file must be replaced, never overwritten: a change shows in the array, and a file that becomes shorter
-    ends the process.
+    A mapped file may be replaced by another file, but must never be overwritten in place: the array would change, and
+    the process would crash if the file became shorter.
 
     Args:
         path: path of the file.
-        vocabulary_size: V of the model.
+        vocabulary_size: V, number of tokens in the model's vocabulary.
+
+    Returns:
+        The corpus' array, int64.
 
     Raises:
         ValueError: the file is missing, damaged, or was made for a model with another vocabulary.
@@ -166,7 +171,7 @@ def read_file(path: str, vocabulary_size: int) -> np.ndarray:
 
 
 def mapped(path: str | Path) -> np.ndarray:
-    """Memory-map the array of a corpus' file; only its header is checked.
+    """Memory-map the array in a corpus' file, and check only its header.
 
     Args:
         path: path of the file.
@@ -185,7 +190,7 @@ def mapped(path: str | Path) -> np.ndarray:
 
 
 def identity_of(file: np.ndarray) -> int:
-    """A corpus' digest of all its contents: a delta names the corpus that it belongs to by it.
+    """Digest of a corpus' whole contents, by which a delta (an index of changed files) names the corpus it belongs to.
 
     Args:
         file: the corpus' array.
@@ -194,12 +199,20 @@ def identity_of(file: np.ndarray) -> int:
 
 
 def delta_path(path: str | Path) -> Path:
-    """Path of the delta, the index of changed files, that belongs to the corpus at `path`."""
+    """Path of a corpus' delta: a small index of the files that have changed since the corpus was made.
+
+    Args:
+        path: path of the corpus' file.
+    """
     return Path(f"{path}.delta")
 
 
 def state_of(path: str | Path) -> FileState:
-    """Inode, size (bytes) and time of change (ns) of a file, to see whether it was replaced; None if it is missing."""
+    """Inode, size in bytes and time of change in ns of a file, by which a change is noticed; None if there is no file.
+
+    Args:
+        path: path of the file.
+    """
     try:
         found = os.stat(path)
     except OSError:
@@ -208,9 +221,9 @@ def state_of(path: str | Path) -> FileState:
 
 
 def digest_of(file: np.ndarray) -> int:
-    """A corpus' digest of the parts that look-ups read, for ranks to compare.
+    """Digest of the parts of a corpus that look-ups read, by which ranks check that they have equal corpora.
 
-    It leaves out the listing: machines may keep the same files in different folders.
+    The list of source files is left out, since machines may keep equal files in different folders.
 
     Args:
         file: the corpus' array.
@@ -219,13 +232,13 @@ def digest_of(file: np.ndarray) -> int:
 
 
 def contents_of(file: np.ndarray) -> tuple[Listing, list[np.ndarray]] | None:
-    """Take a corpus apart again.
+    """Split a corpus' array into its list of source files and the tokens of each file.
 
     Args:
         file: the corpus' array.
 
     Returns:
-        Its listing, and the tokens of each listed file, int32; None if the array is damaged.
+        The listing, and the token ids of each listed file, int32; None if the array is damaged.
     """
     if not _is_whole(file):
         return None
@@ -234,14 +247,22 @@ def contents_of(file: np.ndarray) -> tuple[Listing, list[np.ndarray]] | None:
 
 
 def listing_of(file: np.ndarray) -> Listing:
-    """Read the listing of source files from a corpus' array, which must have been checked."""
+    """Read the list of source files from a corpus' array.
+
+    Args:
+        file: the corpus' array, which must have been checked before.
+    """
     data = np.asarray(file).view(np.int32)[places_of(file).listing :].tobytes()[: int(file[5])]
     listed = json.loads(data)
     return Listing(**listed | {"files": [IndexedFile(**each) for each in listed["files"]]})
 
 
 def spans_of(listing: Listing) -> list[tuple[int, int]]:
-    """Begin and end of each listed file in the corpus' part `tokens`."""
+    """Begin and end (exclusive) of each listed file's tokens, as indices among the corpus' tokens, separators included.
+
+    Args:
+        listing: the list of a corpus' source files.
+    """
     ends = np.cumsum([each.num_tokens + 1 for each in listing.files], dtype=np.int64).tolist()
     return [(end - each.num_tokens, end) for each, end in zip(listing.files, ends, strict=True)]
 

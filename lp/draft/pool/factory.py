@@ -1,7 +1,8 @@
-"""Makes the pool of each `generate` call, and keeps what outlives a call: session tables, a history, and their files.
+"""Makes an n-gram pool for each `generate` call, and keeps what outlives a call: session tables and histories.
 
-Tables and history are kept apart by owner, such as the user of an API key: texts of one owner are never drafted from
-texts of another one. The files of an owner who has a name end with it.
+Tables (a pool's memory) and histories (texts that were generated earlier) are kept apart by owner, such as the user of
+an API key. So one owner's texts are never used to draft for another owner. If an owner has a name, the names of the
+owner's files end with it.
 """
 
 from __future__ import annotations
@@ -44,9 +45,10 @@ LEAST_STEP_TOKENS = 8
 
 @register_factory("lookahead", LookaheadConfig)
 class PoolFactory(SourceFactory):
-    """Makes an n-gram pool for every `generate` call of a decoder.
+    """Makes an n-gram pool, the draft source of lookahead decoding, for every `generate` call of a decoder.
 
-    With `pool_scope="session"` a pool goes on with the tables of the owner's last call; else it begins with empty ones.
+    With `pool_scope="session"` a new pool continues with the tables that the same owner's earlier calls have filled.
+    Otherwise it begins with empty tables.
 
     Args:
         config: settings of the decoder.
@@ -63,14 +65,14 @@ class PoolFactory(SourceFactory):
         self.corpora = [corpus_name(path) for path in config.corpora]
 
     def new_source(self, call: Call) -> NGramPool:
-        """Make the pool of one call.
+        """Make the n-gram pool for one `generate` call.
 
         Args:
-            call: the prompt, the owner, and the sampler's settings.
+            call: facts of the call: the prompt, the owner, and the sampler's settings.
 
         Raises:
-            ValueError: `pool_file` holds no pool of this shape, or its folder is missing; or a file of model n-grams or
-                a corpus that the settings name can't be used.
+            ValueError: `pool_file` holds no pool of the configured size, or its folder is missing; or a history, a
+                corpus or a file of model n-grams that the settings name can't be used.
         """
         from lp.draft.pool.ngram_pool import NGramPool
 
@@ -95,12 +97,13 @@ class PoolFactory(SourceFactory):
         )
 
     def digests(self, info: CallInfo) -> dict[str, int]:
-        """Digests, by name, of all that the next pool begins with, for ranks to compare; opens the owner's files.
+        """Digests, by name, of all data that the next n-gram pool begins with, by which ranks check that they agree.
 
-        The digest of a session's tables is 0 but for the call that opens them, since later ones are equal by then.
+        In an owner's first call, the owner's files are opened. The digest of session tables is 0 in later calls, since
+        all ranks change these tables alike.
 
         Args:
-            info: the call that is about to begin.
+            info: facts of the call that is about to begin.
 
         Raises:
             ValueError: a file of model n-grams, a corpus, a history or a `pool_file` that the settings name can't be
@@ -186,17 +189,24 @@ class PoolFactory(SourceFactory):
 
 
 def file_of(path: str | os.PathLike[str], owner: str) -> str:
-    """Path of an owner's file: the configured path, with ".OWNER" at its end if the owner has a name."""
+    """Path of one owner's file: the configured path, with ".OWNER" appended if the owner has a name.
+
+    Args:
+        path: the configured path.
+        owner: name of the owner, such as the user of an API key; may be empty.
+    """
     return f"{os.fspath(path)}.{owner}" if owner else os.fspath(path)
 
 
 def opened_history(path: str, info: CallInfo, thread: ThreadPoolExecutor) -> History:
-    """Open a history file on rank 0 and give every rank a history with its texts; all ranks call this together.
+    """Open a history (texts that were generated earlier) on rank 0, and send its texts to all ranks.
+
+    All ranks must call this together.
 
     Args:
-        path: path of the file, made if it is missing.
-        info: tells which rank this is, and shares rank 0's numbers.
-        thread: makes the history's indexes in the background.
+        path: path of the history's file, which rank 0 makes if it is missing.
+        info: facts of the call: tells which rank this is, and sends numbers from rank 0 to all ranks.
+        thread: executor in which the history makes its indexes in the background.
 
     Raises:
         ValueError: rank 0 can't use the file; raised on every rank.
@@ -217,12 +227,14 @@ def opened_history(path: str, info: CallInfo, thread: ThreadPoolExecutor) -> His
 
 
 def fresh_tables(config: LookaheadConfig, vocabulary_size: int, mebibytes: int | None = None) -> Tables:
-    """Make a pool's tables: empty, with the mixture weights that scripts/train_pool_weights.py learned.
+    """Make empty tables, the memory of an n-gram pool, with trained weights for the mixture that predicts tokens.
+
+    The script scripts/train_pool_weights.py trained these weights.
 
     Args:
-        config: has the most memory (`pool_mib`) and the number of logits of an entry.
-        vocabulary_size: V of the model, which bounds the number of logits.
-        mebibytes: most memory of the tables, MiB; None: `pool_mib`.
+        config: settings with the memory limit `pool_mib`, and with the number of top-k logits to store for a context.
+        vocabulary_size: V, number of tokens in the model's vocabulary; no more logits than this are stored.
+        mebibytes: memory limit of the tables, in MiB; None: `config.pool_mib`.
     """
     shipped = _shipped_weights()
     squares = 1 + np.minimum(shipped["squares"], MAX_SQUARES)
@@ -238,13 +250,13 @@ def _shipped_weights() -> dict[str, np.ndarray]:
 
 
 def save_tables(tables: Tables, path: str) -> None:
-    """Write a session's tables to a safetensors file, whole or not at all.
+    """Write a session's tables (an n-gram pool's memory) to a safetensors file, completely or not at all.
 
-    The file has no lock: if several decoders write it, the last one's tables stay. (A history's file grows, and has a
-    lock.)
+    The file is not locked. If several decoders write it, the tables that were written last stay. (The file of a history
+    is locked, since texts are appended to it.)
 
     Args:
-        tables: what to write.
+        tables: the tables to write.
         path: path of the file, which is replaced.
     """
     arrays = {name: np.asarray(values) for name, values in tables._asdict().items()}
@@ -257,15 +269,15 @@ def save_tables(tables: Tables, path: str) -> None:
 
 
 def load_tables(tables: Tables, path: str, vocabulary_size: int) -> None:
-    """Fill fresh tables with the contents of a file that `save_tables` wrote.
+    """Fill new tables (an n-gram pool's memory) with the contents of a file that `save_tables` wrote.
 
     Args:
-        tables: tables of the shape that the file must have; they are overwritten.
+        tables: tables to overwrite; the arrays in the file must have the same shapes.
         path: path of the file.
-        vocabulary_size: V of the model, below which all tokens must be.
+        vocabulary_size: V, number of tokens in the model's vocabulary; all token ids must be below it.
 
     Raises:
-        ValueError: the file can't be read, has other shapes, or holds values that no pool of this model has.
+        ValueError: the file can't be read, has other shapes, or holds values that no pool of this model can have.
     """
     try:
         arrays = load_file(path)
@@ -292,5 +304,11 @@ def load_tables(tables: Tables, path: str, vocabulary_size: int) -> None:
 
 
 def tables_digest(tables: Tables) -> int:
-    """Digest of all contents of a pool's tables, for ranks to compare; equal on every machine."""
+    """Digest of all contents of a pool's tables, by which ranks check that they agree.
+
+    Equal tables have equal digests on every machine.
+
+    Args:
+        tables: the tables, which are the memory of an n-gram pool.
+    """
     return chain_digest(0, *(np.asarray(values).view(np.int32) for values in tables))

@@ -1,8 +1,9 @@
-"""Follows the files of corpora, which may change while a decoder runs: a text uses what they hold when it begins.
+"""Follows the files of corpora, which may change while a decoder runs; each text uses the contents at its beginning.
 
-A corpus may have a delta beside it, FILE.delta, which `lp corpus watch` writes: a small corpus of the files that have
-changed since. These replace the corpus' files of the same paths, whose tokens are then gone; a file that was deleted
-has no tokens in the delta. A delta belongs to one corpus: beside another one, it is ignored.
+A corpus is an index of tokenized files. A delta may lie beside it, FILE.delta, which `lp corpus watch` writes: a small
+corpus of the files that have changed since. Files in the delta replace files with the same paths in the corpus, so the
+tokens of the replaced files count as gone. A deleted file is listed in the delta without tokens. A delta belongs to one
+corpus, and is ignored beside another one.
 """
 
 from __future__ import annotations
@@ -42,16 +43,17 @@ AGAIN_S = 1.0  # until a file that could not be read is tried again
 
 
 class FollowedCorpora:
-    """Reads the corpora again at the beginning of a text if their files have changed, alike on all ranks.
+    """Corpora (indexes of tokenized files) that are read again when their files have changed, alike on all ranks.
 
-    If ranks have read different contents, because files changed in between, or one can't read its files, all ranks keep
-    what they used before.
+    Files are checked at the beginning of each text. If ranks have read different contents, because files changed in
+    between, or if a rank can't read its files, all ranks keep the contents that they used before.
 
     Args:
         paths: paths of the corpora; may be empty.
 
     Attributes:
-        taken: whether corpora were read before, so that there is something to keep; True if there are no paths.
+        taken: whether all ranks have already agreed on contents, which can be kept if new ones can't be used; True if
+            `paths` is empty.
     """
 
     def __init__(self, paths: Sequence[str]) -> None:
@@ -66,17 +68,20 @@ class FollowedCorpora:
         self._differing: Sequence[int] = ()
 
     def follow(self, info: CallInfo) -> int:
-        """Use the files' present contents from now on, if all ranks have read the same; all ranks call this together.
+        """Switch to the present contents of the corpora's files, if all ranks have read equal contents.
+
+        All ranks must call this together.
 
         Args:
-            info: the call that is about to begin; lets ranks compare what they have read.
+            info: facts of the call that is about to begin; its function `gather` lets ranks compare what they have
+                read.
 
         Returns:
-            A digest of the corpora that are used from now on.
+            Digest of the corpora that are used from now on; 0 if there are no corpora.
 
         Raises:
-            ValueError: there is nothing to keep from before, and some rank can't read its files or has others than
-                rank 0; raised on every rank.
+            ValueError: some rank can't read its files or has other contents than rank 0, and there are no earlier
+                contents to keep; raised on every rank.
         """
         if not self.paths:
             return 0
@@ -98,11 +103,11 @@ class FollowedCorpora:
         return self._digest
 
     def indexes(self, names: Sequence[str] | None, vocabulary_size: int) -> list[Corpus]:
-        """The indexes that a text's pool searches: one of all changed files, then one for each corpus.
+        """List the indexes to search for one text: an index of all changed files (if any), then each corpus.
 
         Args:
-            names: names of the corpora that the text may be drafted from; None: all.
-            vocabulary_size: V of the model.
+            names: names of the corpora that the text may be drafted from; None: all corpora.
+            vocabulary_size: V, number of tokens in the model's vocabulary.
         """
         parts = [part for part in self._parts if names is None or part.name in names]
         delta = delta_of(parts, self._deltas, vocabulary_size)
@@ -150,14 +155,16 @@ class FollowedCorpora:
 
 
 class Parts(NamedTuple):
-    """The contents of one corpus that texts use, while newer ones may be read from its files.
+    """The contents of one corpus that texts use now; newer contents may already be read from its files.
 
     Attributes:
-        name: what requests call the corpus.
+        name: name by which requests choose the corpus.
         file: the corpus' array, int64.
-        delta: the array of its delta; None if it has none.
-        gone: begin and end of every range of the corpus' tokens that the delta replaces, in turn, ascending.
-        changed: token ids of each text of the delta, int32, if several corpora have deltas: they share one index.
+        delta: array of the corpus' delta, an index of changed files; None if it has no delta.
+        gone: ranges of the corpus' tokens that the delta replaces: begin and end (exclusive) of each range in turn,
+            ascending.
+        changed: token ids of each changed file, int32, if several corpora have deltas, because these are merged into
+            one index; else empty.
     """
 
     name: str
@@ -171,15 +178,15 @@ Deltas = dict[tuple[str, ...], np.ndarray]  # of several corpora, by the names o
 
 
 def delta_of(parts: Sequence[Parts], known: Deltas, vocabulary_size: int) -> list[np.ndarray]:
-    """Merge the deltas of some corpora into one index of all changed files: a text searches one, not several.
+    """Merge the deltas (indexes of changed files) of several corpora, so that only one index has to be searched.
 
     Args:
         parts: contents of the corpora.
-        known: merged deltas by the names of their corpora; a new one is added.
-        vocabulary_size: V of the model.
+        known: deltas that were merged earlier, by the names of their corpora; a newly merged one is added.
+        vocabulary_size: V, number of tokens in the model's vocabulary.
 
     Returns:
-        A list with the array of the index; empty if no corpus has a delta.
+        A list with the array of the index; an empty list if no corpus has a delta.
     """
     having = [part for part in parts if part.delta is not None]
     if len(having) < 2:
@@ -191,17 +198,20 @@ def delta_of(parts: Sequence[Parts], known: Deltas, vocabulary_size: int) -> lis
 
 
 class FollowedCorpus:
-    """The newest contents of a corpus and its delta that this rank could read; `look` updates them.
+    """The newest contents of one corpus, and of its delta (an index of changed files), that this rank could read.
+
+    The method `look` updates the attributes.
 
     Args:
         path: path of the corpus.
-        vocabulary_size: V of the model.
+        vocabulary_size: V, number of tokens in the model's vocabulary.
 
     Attributes:
         file: the corpus' array, int64.
-        delta: the array of its delta; None if it has none.
-        gone: begin and end of every range of the corpus' tokens that the delta replaces, in turn, ascending.
-        digest: digest of these three, for ranks to compare.
+        delta: array of the corpus' delta; None if it has no delta.
+        gone: ranges of the corpus' tokens that the delta replaces: begin and end (exclusive) of each range in turn,
+            ascending.
+        digest: digest of `file`, `delta` and `gone`, by which ranks check that they agree.
 
     Raises:
         ValueError: the file is missing, damaged, or was made for a model with another vocabulary.
@@ -218,11 +228,11 @@ class FollowedCorpus:
         self.look()
 
     def look(self) -> None:
-        """Read the files again if they have changed since the last look.
+        """Read the corpus and its delta (an index of changed files) again if their files have changed meanwhile.
 
         Raises:
-            ValueError: a changed file can't be used; the attributes stay as they were. Calls raise it again each
-                AGAIN_S seconds until the file can be used.
+            ValueError: a changed file can't be used. The attributes keep their values. Later calls try again every
+                AGAIN_S seconds, and raise the error until the file can be used.
         """
         path = delta_path(self.path)
         states = state_of(self.path), state_of(path)

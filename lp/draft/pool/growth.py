@@ -1,13 +1,16 @@
-"""The pool's draft tree, grown best first: always by the token most likely to be accepted, as long as it pays.
+"""The pool's draft tree, grown best first: the token most likely to be accepted is added next, as long as it pays.
 
-R ranks divide the tree, and each grows its own share:
+A token pays if its expected gain is larger than the price of the time that it takes. The R ranks divide the tree, and
+each rank grows only its own part:
 
-1. All ranks grow the same small tree, the trunk. They do not compute all of it.
-2. The tokens that may follow the trunk's nodes, but are not in it, are listed in preorder and divided into R blocks,
-   one for each rank. A trunk node belongs to a block, too.
-3. Each rank grows on from its own block alone. It computes the trunk nodes of its block, and their ancestors.
+1. All ranks grow the same small tree, called the trunk. No rank has to compute all of it.
+2. Tokens that may follow the trunk's nodes, but are not in the trunk, are listed in preorder and divided into R blocks,
+   one for each rank. The trunk's nodes are assigned to blocks as well.
+3. Each rank continues to grow the tree from its own block alone. It computes the trunk nodes of its block, and their
+   ancestors.
 
-`c` is the newest token of the text, the root of the tree. A node's choices are the tokens predicted to follow it.
+`c` is the newest token of the text, the root of the tree. A node's choices are the tokens that are predicted to follow
+it.
 """
 
 from __future__ import annotations
@@ -25,9 +28,10 @@ ABSENT = -1  # place of a trunk node that the rank does not compute
 
 
 class GrowingTree(NamedTuple):
-    """A draft tree while it grows, in arrays that compiled functions fill; node 0 is `c`, the newest token of the text.
+    """A draft tree while it grows, as arrays that functions compiled by numba fill.
 
-    Each node has up to MAX_CHOICES choices: tokens predicted to follow it, which may become its children.
+    Node 0 is the root, the newest token of the text. Each node has up to MAX_CHOICES choices: tokens predicted to
+    follow the node, which may become its children.
     """
 
     tokens: Any  # int64 (nodes,)
@@ -48,12 +52,12 @@ class GrowingTree(NamedTuple):
 
 
 class StepInput(NamedTuple):
-    """The text, the rank and its room: the input from which the draft tree of one step is grown."""
+    """The input from which one rank grows its part of a step's draft tree: the text, the rank, and its limits."""
 
     text: Any  # int64: prompt and generated tokens
     length: int  # tokens of the text; the last one is `c`
     budget: int  # tokens that the tree may add to the rank's step
-    max_depth: int  # most tokens of a path behind `c`
+    max_depth: int  # most tokens of a path after `c`
     level_0: Any  # int64: the paths of the window that the rank computes anyway, see WindowDrafts
     column_0: Any  # int64
     rank: int  # the rank that grows its share
@@ -61,7 +65,10 @@ class StepInput(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    """The result of `propose`, in arrays that compiled code fills: a rank's share of the draft tree, and the trunk."""
+    """The draft tree that `propose` has grown on one rank, as arrays that functions compiled by numba fill.
+
+    It consists of the nodes that the rank computes, and of the trunk: the small tree that all ranks have in common.
+    """
 
     tokens: Any  # int64 (nodes,)
     parents: Any  # int64 (nodes,): -1 for `c`, which is not listed itself
@@ -71,14 +78,17 @@ class Proposal(NamedTuple):
 
     @classmethod
     def room(cls, nodes: int) -> Proposal:
-        """Allocate arrays for shares of at most `nodes` nodes."""
+        """Allocate the arrays of a proposal, for at most `nodes` draft-tree nodes on this rank."""
         ints = (compiled_zeros(size, "i8") for size in (nodes, nodes, TRUNK_NODES, TRUNK_NODES))
         tokens, parents, *trunk = ints
         return cls(tokens, parents, compiled_zeros(nodes, "f8"), *trunk)
 
 
 def new_tree(nodes: int) -> GrowingTree:
-    """Allocate arrays for draft trees of at most `nodes` nodes besides a trunk."""
+    """Allocate the arrays in which a draft tree grows, for at most `nodes` nodes besides TRUNK_NODES for the trunk.
+
+    The trunk is the small tree that all ranks have in common.
+    """
     dtypes = {"accept_probs": "f8", "best_prob": "f8", "choice_probs": "f8"}
     widths = {"choice_tokens": MAX_CHOICES, "choice_probs": MAX_CHOICES, "matches": MATCH}
     fields = GrowingTree._fields
@@ -88,21 +98,22 @@ def new_tree(nodes: int) -> GrowingTree:
 
 @jit
 def propose(tables, predictor, tree, proposal, step, price, free):
-    """Grow one rank's share of a step's draft tree.
+    """Grow one rank's part of a step's draft tree (a function compiled by numba).
 
-    With several ranks, it first grows the trunk, a small tree that is the same on all of them, and then goes on from
-    this rank's part of the trunk alone, its block.
+    With several ranks, it first grows the trunk, a small tree that is the same on all ranks. Then it continues from
+    this rank's part of the trunk alone.
 
     Args:
-        tables, predictor: Tables and Predictor, which tell the probable tokens.
+        tables, predictor: Tables (the pool's memory) and Predictor (predicts next tokens from it).
         tree: GrowingTree, overwritten.
-        proposal: Proposal, filled with the share and the trunk.
-        step: StepInput.
-        price: TokenPrice of the rank.
-        free: TokenPrice by which tokens cost nothing, for the trunk; the arrays of `price` may be too short for it.
+        proposal: Proposal, filled with this rank's nodes and the trunk.
+        step: StepInput, with the text, the rank and its limits.
+        price: TokenPrice: what draft tokens cost on this rank.
+        free: TokenPrice by which tokens cost nothing, used for the trunk; its arrays must be long enough for all nodes.
 
     Returns:
-        Number of nodes of the share, and of the trunk, both without `c`; the trunk has 0 on a single rank.
+        Number of draft-tree nodes on this rank, and number of trunk nodes (0 with a single rank); neither counts the
+        root.
     """
     trunk = 0
     if len(step.rooms) > 1:
@@ -122,17 +133,17 @@ def propose(tables, predictor, tree, proposal, step, price, free):
 
 @jit
 def grow_trunk(tables, predictor, tree, step, price, free):
-    """Grow the trunk: a small draft tree, the same on every rank, which `divide` then divides among them.
+    """Grow the trunk: a small draft tree, the same on every rank, which `divide` then divides among the ranks.
 
     Args:
-        tables, predictor: Tables and Predictor, which tell the probable tokens.
+        tables, predictor: Tables (the pool's memory) and Predictor (predicts next tokens from it).
         tree: GrowingTree, overwritten.
-        step: StepInput.
-        price: TokenPrice of the rank, of which only calibration and depth discount are used.
-        free: TokenPrice by which tokens cost nothing, with arrays that are long enough.
+        step: StepInput, with the text, the rank and its limits.
+        price: TokenPrice on this rank; only its calibration and depth discount are used.
+        free: TokenPrice by which tokens cost nothing; its arrays must be long enough for all nodes.
 
     Returns:
-        Number of nodes of the trunk, `c` included.
+        Number of nodes of the trunk, root included.
     """
     nothing = step.rooms[:0]
     alike = StepInput(
@@ -161,20 +172,23 @@ def grow_trunk(tables, predictor, tree, step, price, free):
 
 @jit
 def grow(tables, predictor, tree, trunk, step, price):
-    """Grow a draft tree behind `c`, or a rank's share of it from a trunk: always add the likeliest choice.
+    """Grow a draft tree, or one rank's part of it from a trunk: always add the token most likely to be accepted.
 
-    A node that repeats a draft of the rank's window costs nothing. Growing ends where no larger tree could pay; of the
-    trees on the way, the one with the largest sum of accept probabilities less its price is taken.
+    The trunk is a small tree that all ranks have in common.
+
+    A token that repeats a token of the rank's lookahead window costs nothing, since the rank computes it anyway.
+    Growing ends where no larger tree could pay. Of all trees on the way, the result is the tree with the largest sum of
+    accept probabilities less the price of its tokens.
 
     Args:
-        tables, predictor: Tables and Predictor, which tell the probable tokens.
-        tree: GrowingTree, whose length bounds the number of nodes as well.
-        trunk: number of nodes of the trunk that `tree` holds, divided by `divide`; 0: grow a new tree.
-        step: StepInput.
-        price: TokenPrice.
+        tables, predictor: Tables (the pool's memory) and Predictor (predicts next tokens from it).
+        tree: GrowingTree; the length of its arrays limits the number of nodes, too.
+        trunk: number of trunk nodes in `tree`, which `divide` has divided among the ranks; 0: grow a new tree.
+        step: StepInput, with the text, the rank and its limits.
+        price: TokenPrice: what draft tokens cost on this rank.
 
     Returns:
-        Number of nodes that the rank computes, `c` included: the first entries of `tree.order`.
+        Number of nodes that the rank computes, root included; their indices are the first entries of `tree.order`.
     """
     nodes = max(trunk, 1)
     base = price.base_tokens
@@ -258,12 +272,15 @@ def grow(tables, predictor, tree, trunk, step, price):
 
 @jit
 def divide(tree, trunk, step):
-    """Divide a trunk among ranks in proportion to their rooms: set every node's block, and drop other ranks' choices.
+    """Divide a trunk (a small tree equal on all ranks) among the ranks, in proportion to their room for draft tokens.
+
+    It sets each trunk node's block, which is the rank that the node belongs to. Of the choices (tokens that may follow
+    the trunk's nodes), it leaves only those that belong to this rank.
 
     Args:
         tree: GrowingTree that holds the trunk.
-        trunk: its number of nodes.
-        step: StepInput, with the rank whose choices stay and the rooms of all ranks.
+        trunk: number of nodes of the trunk.
+        step: StepInput, with this rank and the room of every rank.
     """
     ranks = len(step.rooms)
     room = 0
@@ -300,15 +317,15 @@ def divide(tree, trunk, step):
 
 @jit
 def add_best_choice(tables, predictor, tree, parent, node, step, price):
-    """Add a node to the tree: the likeliest choice of a parent, which then gets choices itself.
+    """Add a node's likeliest choice (a token predicted to follow it) to the tree, and predict the new node's choices.
 
     Args:
-        tables, predictor: Tables and Predictor, which tell the probable tokens.
+        tables, predictor: Tables (the pool's memory) and Predictor (predicts next tokens from it).
         tree: GrowingTree.
-        parent: index of the parent.
+        parent: index of the node whose choice is added.
         node: index of the new node.
-        step: StepInput; a node at its `max_depth` gets no choices.
-        price: TokenPrice, for its calibration and depth discount.
+        step: StepInput; a new node at depth `max_depth` gets no choices.
+        price: TokenPrice, whose calibration and depth discount correct the probabilities.
     """
     choice = tree.best_choice[parent]
     tree.tokens[node] = tree.choice_tokens[choice]
@@ -325,15 +342,17 @@ def add_best_choice(tables, predictor, tree, parent, node, step, price):
 
 @jit
 def likeliest_trunk_node(tree, trunk, rank):
-    """Find the trunk node that a rank adds to its share next: the likeliest of its block that is not in it yet.
+    """Find the trunk node that a rank adds next to its part of the tree: the likeliest one in its block that it lacks.
+
+    The trunk is a small tree that all ranks have in common; a rank's block is the part that belongs to this rank.
 
     Args:
-        tree: GrowingTree that `divide` has divided.
+        tree: GrowingTree whose trunk `divide` has divided.
         trunk: number of nodes of the trunk.
         rank: the rank.
 
     Returns:
-        Index of the node; 0 if there is none.
+        Index of the node; 0 if the rank lacks none.
     """
     best = 0
     for node in range(1, trunk):
@@ -345,13 +364,13 @@ def likeliest_trunk_node(tree, trunk, rank):
 
 @jit
 def predict_choices(tables, predictor, tree, node, step, price):
-    """Fill in the choices of a node: the tokens that may follow it, with their accept probabilities given the node.
+    """Predict a node's choices: the tokens that may follow it, each with the probability to be accepted after the node.
 
     Args:
-        tables, predictor: Tables and Predictor, which tell the probable tokens.
-        tree: GrowingTree.
+        tables, predictor: Tables (the pool's memory) and Predictor (predicts next tokens from it).
+        tree: GrowingTree, whose arrays of choices are filled for this node.
         node: index of the node.
-        step: StepInput.
+        step: StepInput, with the text.
         price: TokenPrice, whose calibration and depth discount correct the probabilities.
     """
     text, end = step.text, step.length
@@ -378,7 +397,15 @@ def predict_choices(tables, predictor, tree, node, step, price):
 
 @jit
 def find_best_choice(tree, node):
-    """Set a node's `best_choice` and `best_prob`: its likeliest choice that is not in the tree; the first of equals."""
+    """Find a node's likeliest choice (a token predicted to follow it) that is not in the tree yet.
+
+    It is stored as the node's `best_choice`, and the probability that it is accepted with all nodes before it as
+    `best_prob`. Of equally likely choices the first is taken.
+
+    Args:
+        tree: GrowingTree.
+        node: index of the node.
+    """
     base = node * MAX_CHOICES
     best, prob = base, 0.0
     for choice in range(base, base + tree.num_choices[node]):
@@ -390,7 +417,18 @@ def find_best_choice(tree, node):
 
 @jit
 def likeliest_parent(tree, nodes):
-    """Find where to grow next: of the first `nodes` nodes, the one whose best choice is likeliest to be accepted."""
+    """Find the node of a growing draft tree to which a child should be added next.
+
+    It is the node whose best choice (the likeliest predicted token that may become its child) is most likely to be
+    accepted.
+
+    Args:
+        tree: GrowingTree.
+        nodes: number of nodes in the tree so far.
+
+    Returns:
+        Index of the node.
+    """
     parent = 0
     for node in range(1, nodes):
         if tree.best_prob[node] > tree.best_prob[parent]:
@@ -400,14 +438,14 @@ def likeliest_parent(tree, nodes):
 
 @jit
 def repeats(drafts, at, token):
-    """Whether a child repeats a draft of the window, which a rank computes anyway.
+    """Find a draft-tree node on a path of the lookahead window: such a node costs nothing, since it is computed anyway.
 
     Args:
-        drafts: token ids of a path of the window, `c` first.
-        at: index of the child's parent on this path; -1 if it is not on it.
-        token: the child's token id.
+        drafts: token ids on the window's path; the first is the newest token of the text.
+        at: index of the node's parent on this path; -1 if the parent is not on the path.
+        token: token id of the node.
 
     Returns:
-        Index of the child on the path; -1 if it is not on it.
+        Index of the node on the path; -1 if the node is not on the path.
     """
     return at + 1 if 0 <= at < len(drafts) - 1 and drafts[at + 1] == token else -1

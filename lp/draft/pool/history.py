@@ -1,8 +1,8 @@
-"""A history: texts that were generated before, indexed so that new texts can be drafted from them.
+"""A history: texts that were generated earlier, indexed so that later texts can be drafted from them.
 
 There are two indexes. The large one, of most texts, is made again in a background thread whenever enough new texts have
-come. The small one, of the newest texts, is made when a text begins. The number of tokens alone decides when a new
-large index is taken into use, so all ranks do it at the same text, whichever thread is faster.
+come. The small one, of the newest texts, is made when a text begins. The number of new tokens alone decides when a new
+large index is put to use, so all ranks switch to it at the same text, whichever thread is faster.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ RECENT_TOKENS = 1 << 13  # new tokens after which the large index is made again
 
 
 class History:
-    """Remembers generated texts and indexes them, so that the pools of later texts can draft from them.
+    """Remembers generated texts and indexes them, so that n-gram pools can draft later texts from them.
 
-    Every rank has a history with the same texts; rank 0 also writes them to a file.
+    Every rank has a history with the same texts. Rank 0 also writes them to a file.
 
     Args:
-        vocabulary_size: V of the model.
+        vocabulary_size: V, number of tokens in the model's vocabulary.
         texts: token ids of the texts so far, int32, the oldest first.
-        file: file to which each new text is appended; None on all ranks but 0.
-        thread: makes the large indexes in the background; None: a thread of its own.
-        most_tokens: most tokens to remember; beyond them the oldest texts are forgotten.
+        file: file to which rank 0 appends each new text; None on the other ranks.
+        thread: executor that makes the large index in the background; None: the history starts its own.
+        most_tokens: most tokens to remember; the oldest texts beyond this number are forgotten.
         recent_tokens: number of new tokens after which the large index is made again.
 
     Attributes:
-        digest: digest of all texts, and of indexes that could not be made; ranks compare it before a text.
+        digest: digest of all texts, changed also when an index could not be made; ranks compare it before each text.
     """
 
     def __init__(
@@ -63,20 +63,21 @@ class History:
 
     @property
     def indexes(self) -> list[np.ndarray]:
-        """The indexes to draft the next text from, at most two: the one of the newest texts first, then the large one.
+        """Indexes from which the next text is drafted: an index of the newest texts (if any), then the large index.
 
-        Each is the int64 array of a corpus (see `lp.draft.pool.corpus_file`). Together they have all texts.
+        Each is the int64 array of a corpus (see `lp.draft.pool.corpus_file`). Together they contain all remembered
+        texts.
         """
         if self._small is None and self._recent:
             self._small = self._index(self._recent)
         return [index for index in (self._small, self._large) if index is not None]
 
     def add(self, prompt: Sequence[int], tokens: Sequence[int]) -> None:
-        """Remember a text that has ended; every rank adds the same texts in the same order.
+        """Remember a text that has ended; every rank must add the same texts in the same order.
 
         Args:
-            prompt: token ids of the prompt; its last MAX_MATCH tokens are remembered as what the text's beginning
-                follows.
+            prompt: token ids of the prompt; only its last MAX_MATCH tokens are remembered, as the context of the first
+                generated token.
             tokens: token ids that were generated; if there are none, nothing is remembered.
         """
         if not tokens:

@@ -1,8 +1,9 @@
-"""The file of a history: generated texts, the newest last; rank 0 appends each text when it is finished.
+"""The file of a history: texts that were generated earlier, the newest last; rank 0 appends each finished text.
 
-The file is MARK and V, both int64, then a record a text: its number of tokens (int64), their digest (int64), and the
-tokens (int32), all little-endian. A record is one write. A process that was killed in it leaves a record that is cut
-off, at the end alone: the next one to open the file cuts it away.
+The file begins with MARK and V (the size of the vocabulary), both int64. One record for each text follows: its number
+of tokens (int64), their digest (int64), and the tokens (int32), all little-endian. A record is written at once. If a
+process is killed while it writes, only the last record is incomplete, and the next process that opens the file removes
+this record.
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ class HistoryFile:
 
     Args:
         path: path of the file, which is made if it is missing.
-        vocabulary_size: V of the model.
-        most_tokens: tokens of the newest texts to keep; older ones are removed when there are more than twice as many.
+        vocabulary_size: V, number of tokens in the model's vocabulary.
+        most_tokens: number of tokens to keep, from the newest texts; when the file has more than twice as many, the
+            oldest texts are removed.
 
     Raises:
-        ValueError: another decoder has the file open; it is no history, or that of a model with another vocabulary; it
-            is damaged elsewhere than at its end; or it can't be read or written.
+        ValueError: another decoder has the file open; the file holds no history, or a history for another vocabulary;
+            the file is damaged before its end; or it can't be read or written.
     """
 
     def __init__(self, path: str, vocabulary_size: int, most_tokens: int) -> None:
@@ -64,19 +66,23 @@ class HistoryFile:
         self._tokens = sum(map(len, texts))
 
     def texts(self) -> list[np.ndarray]:
-        """Read the texts to remember: token ids, int32, the oldest first, at most `most_tokens` in all."""
+        """Read the newest texts from the file, at most `most_tokens` tokens in all.
+
+        Returns:
+            Token ids of each text, int32, the oldest text first.
+        """
         assert self._file is not None
         texts, _ = _texts_of(_read(self._file), self.path, self._vocabulary_size)
         return newest(texts, self.most_tokens)
 
     def append(self, text: Sequence[int] | np.ndarray) -> None:
-        """Write a finished text to the end of the file; if the file is too long, remove its oldest texts.
+        """Write a finished text to the end of the file; if the file has become too long, remove its oldest texts.
 
         Args:
             text: token ids.
 
         Raises:
-            OSError: the disk is full, for example; nothing was written, and the file is as it was.
+            OSError: the text could not be written, for example because the disk is full; the file is as it was before.
         """
         assert self._file is not None
         _write(self._file, _record(text))
@@ -116,7 +122,15 @@ class HistoryFile:
 
 
 def newest(texts: list[np.ndarray], most_tokens: int) -> list[np.ndarray]:
-    """The last of these texts, as many as have at most `most_tokens` tokens together; the oldest first, as given."""
+    """Choose the newest of some texts, as many as have at most `most_tokens` tokens together.
+
+    Args:
+        texts: token ids of each text, the oldest text first.
+        most_tokens: most tokens of the chosen texts together.
+
+    Returns:
+        The chosen texts, the oldest first.
+    """
     total, first = 0, len(texts)
     while first and total + len(texts[first - 1]) <= most_tokens:
         first -= 1

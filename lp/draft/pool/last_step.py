@@ -1,13 +1,13 @@
-"""A small index of the last step's samples, searched by context until they are merged into the pool's tables.
+"""A small index of the last decode step's samples, which is searched until they are merged into the pool's tables.
 
-Merging takes longer than all else that is learned from a step. Where a GPU computes beside the host, it is done while
-the next step is computed. The draft tree of that step is proposed before: it looks here first, and finds the same as in
-merged tables.
+Merging takes longer than everything else that is learned from a step. Where a GPU computes beside the host, samples are
+merged while the GPU computes the next step. The draft tree of that step is proposed before the merge. So the proposal
+looks in this index first, and finds what it would find in merged tables.
 
-A guess is a token that some node sampled for a position of the text. Its order is the number of tokens before it that
-are known to match.
+A guess is a token that was sampled at some node for a position of the text. Its order is the number of tokens before
+the position that are known to match.
 
-n: nodes, at most; M: followers of a context.
+n: most nodes of a step; M: number of followers that are stored for a context.
 """
 
 from __future__ import annotations
@@ -31,7 +31,11 @@ NO_SAMPLES = Samples(
 
 
 class LastStep(NamedTuple):
-    """The samples of a step that is not merged yet, listed by token and by depth; empty if `counts[0]` is 0."""
+    """Samples of the last decode step before they are merged into the pool's tables, listed by token and by depth.
+
+    The depth of a node is its position in the text less the position of node 0. The lists are empty if `counts[0]` is
+    0.
+    """
 
     counts: Any  # int64 (2,): number of nodes, and of tokens in `before`
     samples: Samples
@@ -46,7 +50,7 @@ class LastStep(NamedTuple):
 
 
 def new_last_step(nodes: int) -> LastStep:
-    """Allocate an empty index for steps of at most `nodes` nodes."""
+    """Allocate an empty index for the samples of decode steps with at most `nodes` nodes."""
     return LastStep(
         counts=compiled_zeros(2, "i8"),
         samples=NO_SAMPLES,
@@ -62,12 +66,12 @@ def new_last_step(nodes: int) -> LastStep:
 
 @jit
 def index_step(step, text, end):
-    """Index the samples of a step, so that `search_step` finds them.
+    """Index the samples of a decode step, so that `search_step` finds them.
 
     Args:
         step: LastStep with the samples; its lists are overwritten.
-        text: int64, token ids.
-        end: length of the text before the step; its last token is the step's node 0.
+        text: int64, token ids of the prompt and the generated tokens.
+        end: length of the text before the step; the last of these tokens is node 0 of the step.
     """
     samples = step.samples
     nodes = len(samples.tokens)
@@ -103,13 +107,16 @@ def index_step(step, text, end):
 
 @jit
 def search_step(step, context, known, position):
-    """Find logits and guesses of the last step for a context; fills `step.nodes` and `step.guesses`.
+    """Look up which samples of the last decode step match a context, to predict the token at a position of the text.
+
+    It fills `step.nodes` (nodes whose top-k logits to use) and `step.guesses` (tokens sampled for this position), both
+    by the number of tokens that match.
 
     Args:
-        step: LastStep that `index_step` has filled; an empty one finds nothing.
-        context: Context of the tokens before the position.
-        known: number of its newest tokens that are filled in.
-        position: position in the text of the token to predict.
+        step: LastStep that `index_step` has filled; nothing is found in an empty one.
+        context: Context, with the tokens before the position, the newest first.
+        known: number of tokens in the context.
+        position: position in the text of the token to predict, from 0.
     """
     for order in range(MAX_LOGITS_ORDER + 1):
         step.nodes[order] = -1
@@ -139,12 +146,12 @@ def search_step(step, context, known, position):
 
 @jit
 def tokens_alike(step, context, most, node):
-    """How many tokens, counted back from a node of the last step, equal the newest tokens of a context.
+    """Count how many of a context's newest tokens match the tokens that end with a node of the last decode step.
 
     Args:
-        step: LastStep.
+        step: LastStep, with the nodes and the text before them.
         context: Context, the newest token first.
-        most: tokens to compare, at most.
+        most: most tokens to compare.
         node: index of the node.
     """
     samples = step.samples
@@ -163,12 +170,12 @@ def tokens_alike(step, context, most, node):
 
 @jit
 def add_older_guess(guesses, first, guess):
-    """Append a guess to one of the lists of M in `guesses`, unless the list has it already or is full.
+    """Append a guessed token to one list in `guesses`, unless this list is full or has the token already.
 
     Args:
-        guesses: int64, lists of M tokens + 1; 0 is none.
+        guesses: int64, lists of M entries each; an entry is a token id plus 1, or 0 if it is empty.
         first: index at which the list begins.
-        guess: token + 1.
+        guess: token id plus 1.
     """
     for index in range(first, first + M):
         if guesses[index] == guess:
@@ -180,6 +187,12 @@ def add_older_guess(guesses, first, guess):
 
 @jit
 def logits_of_node(step, node, k):
-    """The token with the k-th largest logit at a node of the last step (k from 0), and this logit."""
+    """Return the token with the k-th largest logit at a node of the last decode step, and this logit.
+
+    Args:
+        step: LastStep, with the top-k logits.
+        node: index of the node.
+        k: rank of the logit, from 0.
+    """
     at = 2 * (step.samples.starts[node] + k)
     return step.samples.top_tokens[at + TOKEN], step.samples.top_logits[at + LOGIT]

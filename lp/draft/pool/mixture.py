@@ -1,19 +1,21 @@
-"""The pool's predictor: which tokens may follow a context, each with a probability, by a model that is trained online.
+"""The pool's predictor: gives probabilities to the tokens that may follow a context, by a model that is trained online.
 
 A context is the newest tokens of a text; its order is their number. There are several kinds of memory: n-grams of the
-text, of the window, guesses for a position, top-k logits, model n-grams, and corpora.
+text, n-grams of the lookahead window, guesses (tokens sampled earlier for a position), top-k logits, model n-grams
+(logits measured once for a model), and corpora (indexes of files).
 
-1. Every entry of a memory that matches the context votes for tokens. A vote is a feature: kind of memory, order, rank
-   of the token in the entry, how sure. One more feature of each token says which kinds of memory voted for it.
-2. A token's score is the sum of the weights of its features. A softmax over the scores of all tokens voted for, and
-   that of "none of them", gives the probabilities.
-3. Every new token of the text moves the weights along the gradient of its log probability (a maximum-entropy model,
-   trained by Adagrad).
+1. Each entry of a memory that matches the context votes for tokens. A vote is a feature: the kind of memory, the order,
+   the rank of the token in the entry, and how sure the entry is. One more feature of each token says which kinds of
+   memory voted for it.
+2. A token's score is the sum of the weights of its features. "None of them" stands for all other tokens and has a
+   score, too. A softmax over all scores gives the probabilities.
+3. Each new token of the text trains the weights: they move along the gradient of the token's log probability (a
+   maximum-entropy model, trained by Adagrad).
 
-All arithmetic is of integers and of + - * / on doubles in a fixed order, logarithm and exponential included: ranks on
-unlike processors compute the same bits.
+All arithmetic is of integers, and of + - * / on doubles in a fixed order, logarithm and exponential included. So ranks
+on different processors compute the same bits.
 
-K: `num_logits`, logits of an entry; M: followers of a context.
+K: `num_logits`, number of logits in an entry; M: number of followers that are stored for a context.
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ from lp.sampling.noise import BELOW_1, sequence_key
 from lp.sampling.top_logits import LOGIT, TOKEN
 
 MAX_INDEXES = MAX_CORPORA + 3  # corpora, their delta, a history's two: compiled functions take exactly so many
-MAX_CHOICES = 32  # tokens voted for behind one context
+MAX_CHOICES = 32  # most tokens that get votes after one context
 # Numbers of the contexts that are looked up: one for each kind of memory and order. Window n-grams have no order 0,
 # so that number is the last of the text's.
 TEXT_AT = 0
@@ -104,19 +106,23 @@ MATCH_CORPUS, MATCH_LENGTH, MATCH_PLACE = range(3)
 MATCH = 3
 NOTHING_KNOWN = (0, MAX_MATCH, -1)  # such a match if nothing is known of the context without its newest token
 LEARNING_RATE = 0.3  # learning rate of Adagrad
-FAR = 10.0  # logits this far behind the best get no vote
+FAR = 10.0  # logits this far below the best get no vote
 
 
 def feature_levels() -> np.ndarray:
-    """How sure each feature is of its token, as a level, for the vote about which kinds of memory agree.
+    """How sure each feature (a kind of vote for a token) is, as a level from 1 to 4.
 
-    Text n-grams have level 1, 2 or 3 for contexts of 1, of 2 to 3 and of more tokens; guesses 1 for their position
-    alone and 2 behind a context; logits and model n-grams 4, 3 and 2 for the three best tokens, 1 for the others. A
-    corpus has level 1 for what fewer than half of a match's rows have, or a match of 2 or 3 tokens; else 2, and from 7
-    tokens on 3.
+    By these levels, the predictor sees how surely the kinds of memory agree on a token. The level depends on the kind
+    of memory that votes:
+
+    - N-grams of the text: level 1, 2 or 3 for a context of 1 token, of 2 to 3 tokens, or of more.
+    - Guesses: 1 if only the position matches, 2 if tokens before it match, too.
+    - Top-k logits and model n-grams: 4, 3 and 2 for the three largest logits, 1 for the others.
+    - Corpora: 1 if fewer than half of the occurrences are followed by the token, or if the match has 2 or 3 tokens;
+      else 2 for a match of 4 to 6 tokens, and 3 for a longer match.
 
     Returns:
-        int64 (FEATURES,), kind of memory + KINDS * level; 0 for features that do not count.
+        int64 (FEATURES,), kind of memory + KINDS * level for each feature; 0 for features that have no level.
     """
     found = np.zeros(FEATURES, np.int64)
     of_match, share = np.divmod(np.arange(CORPUS_NONE_0 - CORPUS_0), SHARES)
@@ -135,7 +141,10 @@ def feature_levels() -> np.ndarray:
 
 
 class Predictor(NamedTuple):
-    """All that one text's predictions need besides the tables, and the newest prediction, for compiled functions."""
+    """All that is needed, besides the pool's tables, to predict one text's next tokens; and the newest prediction.
+
+    Its arrays have the form that functions compiled by numba read and fill.
+    """
 
     sources: int  # bit 1 << kind for each kind of memory that votes
     noise_key: Any  # uint64: key of the sampler's noise
@@ -154,7 +163,7 @@ class Predictor(NamedTuple):
     follower_counts: Any  # int64 (SAMPLED,): how often each did
     votes: Any  # int64 (2 * most votes,): index of the token in `tokens`, feature, in turn
     tokens: Any  # int64 (MAX_CHOICES,): the tokens voted for
-    scores: Any  # float64 (MAX_CHOICES + 1,): scores of these, later probabilities; behind them "none of them"
+    scores: Any  # float64 (MAX_CHOICES + 1,): scores of these, later probabilities; the last is for "none of them"
     feature_levels: Any  # int64 (FEATURES,), see `feature_levels`
     levels: Any  # int64 (MAX_CHOICES * KINDS,): highest level of each token's votes, by kind of memory
     logits_tokens: Any  # int64 (most logits,): tokens of the logits that vote
@@ -169,15 +178,18 @@ def new_predictor(
     temperature: float = 1.0,
     corpora: Sequence[Corpus] = (),
 ) -> Predictor:
-    """Make the predictor of one text.
+    """Make the predictor for one text: it predicts next tokens from the pool's tables and other kinds of memory.
 
     Args:
-        num_logits: K, logits of an entry of the tables; 0: logits do not vote.
-        sources: bit 1 << kind for each kind of memory that votes: TEXT, WINDOW, GUESS, LOGITS.
-        noise: (seed, sequence number) of the sampler's noise, added to logits; None: no noise.
-        model_ngrams: the array of a file of model n-grams; None: none.
-        temperature: temperature of the sampler.
-        corpora: at most MAX_INDEXES corpora, the most important first: of equally long matches the first one votes.
+        num_logits: K, number of top-k logits in an entry of the tables; 0: stored logits do not vote for tokens.
+        sources: bit mask of the kinds of memory that vote, 1 << kind for each: TEXT, WINDOW, GUESS, LOGITS.
+        noise: (seed, sequence number) of the sampler's Gumbel noise, which is added to logits before they vote; None:
+            no noise is added.
+        model_ngrams: array of a file of model n-grams (logits measured once for a model); None: model n-grams do not
+            vote.
+        temperature: temperature of the sampler, by which the logits of model n-grams are divided.
+        corpora: corpora (indexes of files) to search, at most MAX_INDEXES, the most important first: if their matches
+            are equally long, the first corpus votes.
     """
     of_model = ModelNgrams.of(model_ngrams)
     votes = 2 * (len(ORDERS) * M + 6 * M + num_logits + of_model.num_logits + MAX_CHOICES + 2)
@@ -210,13 +222,17 @@ def new_predictor(
 
 @jit
 def uniform(bits):
-    """Make a number in (0, 1) of 64 random bits, the same as `lp.sampling.noise` makes; never 0 or 1."""
+    """Turn 64 random bits into a number between 0 and 1, both excluded, exactly as `lp.sampling.noise` does.
+
+    Args:
+        bits: uint64, random bits.
+    """
     return min((float(bits >> S11) + 0.5) * 2.0**-53, BELOW_1)
 
 
 @jit
 def gumbel(key, token):
-    """The Gumbel noise that the sampler adds to a token's logit (see `lp.sampling.noise`).
+    """Calculate the Gumbel noise that the sampler adds to a token's logit (see `lp.sampling.noise`).
 
     Args:
         key: uint64, key of the noise at one position of the text.
@@ -228,16 +244,17 @@ def gumbel(key, token):
 
 @jit
 def look_up(tables, predictor, known, position):
-    """Find the table entries that may vote for the next token; fills `predictor.keys` and `predictor.entries`.
+    """Find the table entries that may vote for the next token.
 
-    Reads from memory overlap if none waits for the result of another. So first a key of every bucket is read, then the
-    entries are found, and a follower of each is read.
+    It fills `predictor.keys` and `predictor.entries`. To hide the latency of memory, it first reads one key of every
+    bucket, then finds the entries, and reads one follower of each. Such reads overlap, since none waits for the result
+    of another.
 
     Args:
-        tables: Tables.
-        predictor: Predictor, whose context is hashed.
-        known: number of tokens of the context.
-        position: the position to predict, as `text_position` gives it.
+        tables: Tables, the pool's memory.
+        predictor: Predictor, whose context must be hashed already.
+        known: number of tokens in the context.
+        position: position of the token to predict, as returned by `text_position`.
     """
     context, keys, entries, sources = predictor.context, predictor.keys, predictor.entries, predictor.sources
     for index in range(NUM_CONTEXTS):
@@ -268,16 +285,18 @@ def look_up(tables, predictor, known, position):
 
 @jit
 def vote(tables, predictor, choices, votes, token, feature):
-    """Record one vote for a next token: add its feature's weight to the token's score; no more than MAX_CHOICES tokens.
+    """Record one vote for a next token: the weight of the vote's feature is added to the token's score.
+
+    At most MAX_CHOICES tokens can have votes; votes for other tokens are ignored.
 
     Args:
-        tables, predictor: Tables and Predictor.
-        choices, votes: number of tokens and of votes so far.
-        token: token id that is voted for.
-        feature: number of the feature.
+        tables, predictor: Tables (with the weights) and Predictor (with the scores).
+        choices, votes: number of tokens with votes, and number of votes, so far.
+        token: id of the token to vote for.
+        feature: index of the feature, which says what kind of vote this is.
 
     Returns:
-        Number of tokens and of votes now.
+        `choices` and `votes` after this vote.
     """
     index = choices
     for choice in range(choices):  # to the end: no branch for the processor to guess
@@ -296,16 +315,18 @@ def vote(tables, predictor, choices, votes, token, feature):
 
 @jit
 def vote_followers(tables, predictor, choices, votes, entry, feature):
-    """Let an entry of the tables vote for its followers as next token, with features by their rank alone.
+    """Let one entry of the tables vote for the tokens that followed its context earlier.
+
+    The feature of a vote depends only on the rank of the follower in the entry, the newest follower first.
 
     Args:
-        tables, predictor: Tables and Predictor.
-        choices, votes: number of tokens and of votes so far.
-        entry: the entry; -1: no votes.
-        feature: feature of the first follower; the next ones follow.
+        tables, predictor: Tables (the pool's memory) and Predictor (with the scores).
+        choices, votes: number of tokens with votes, and number of votes, so far.
+        entry: index of the entry; -1: there is no entry, and nothing is voted for.
+        feature: index of the feature for the first follower; the features for the next ones come right after it.
 
     Returns:
-        Number of tokens and of votes now.
+        `choices` and `votes` after these votes.
     """
     if entry >= 0:
         for rank in range(M):
@@ -318,16 +339,18 @@ def vote_followers(tables, predictor, choices, votes, entry, feature):
 
 @jit
 def vote_guesses(tables, predictor, choices, votes, order, feature):
-    """Let guesses vote for the next token: tokens sampled for this position before, those of the last step first.
+    """Let guesses vote for the next token: tokens that were sampled earlier for its position.
+
+    Guesses from the last step vote first.
 
     Args:
-        tables, predictor: Tables and Predictor.
-        choices, votes: number of tokens and of votes so far.
+        tables, predictor: Tables (the pool's memory) and Predictor (with the scores).
+        choices, votes: number of tokens with votes, and number of votes, so far.
         order: number of tokens before the position that have to match.
-        feature: feature of the first guess; the next ones follow.
+        feature: index of the feature for the first guess; the features for the next ones come right after it.
 
     Returns:
-        Number of tokens and of votes now.
+        `choices` and `votes` after these votes.
     """
     guesses, entry = predictor.last_step.guesses, predictor.entries[GUESS_AT + order]
     if entry >= 0:
@@ -345,14 +368,17 @@ def vote_guesses(tables, predictor, choices, votes, order, feature):
 
 @jit
 def vote_text(tables, predictor, choices, votes):
-    """Let the text's n-grams vote for the next token, with features by order, rank, count, and being the only follower.
+    """Let n-grams of the text vote for the next token.
+
+    The feature of a vote depends on the number of tokens that match, the rank of the follower in its entry, how often
+    it followed, and whether it is the only follower.
 
     Args:
-        tables, predictor: Tables and Predictor.
-        choices, votes: number of tokens and of votes so far.
+        tables, predictor: Tables (the pool's memory) and Predictor (with the scores).
+        choices, votes: number of tokens with votes, and number of votes, so far.
 
     Returns:
-        Number of orders that have an entry, and number of tokens and of votes now.
+        Number of context lengths in ORDERS for which an entry was found; then `choices` and `votes` after these votes.
     """
     matched = 0
     for index in range(len(ORDERS)):
@@ -374,22 +400,23 @@ def vote_text(tables, predictor, choices, votes):
 
 @jit_called
 def search_corpora(corpora, num_corpora, recent, known, before, match, followers, counts):
-    """Find the longest run of newest tokens that occurs in any corpus, and count which tokens followed it there.
+    """Find the longest run of a text's newest tokens that occurs in any corpus, and count which tokens follow it there.
 
-    If the match of the context before had a single place, and the newest token follows there, nothing is searched: the
-    place behind it is the match.
+    Nothing is searched if the text without its newest token has a match at one place alone, and the newest token
+    follows there. The match is then continued at this place.
 
     Args:
-        corpora: tuple of MAX_INDEXES Corpus.
-        num_corpora: how many of these, the first, are searched.
+        corpora: tuple of MAX_INDEXES Corpus (indexes of files).
+        num_corpora: number of corpora to search, from the first on.
         recent: int64, the newest tokens of the text, the newest first.
-        known: number of these tokens.
-        before: int64 (MATCH,), the match of the context without its newest token.
-        match: int64 (MATCH,), filled with the match.
-        followers, counts: int64 (SAMPLED,), filled with the distinct followers and how often each was counted.
+        known: number of tokens in `recent`.
+        before: int64 (MATCH,), the match found for the text without its newest token.
+        match: int64 (MATCH,), overwritten with the match that is found.
+        followers: int64 (SAMPLED,), overwritten with the distinct tokens that follow the match.
+        counts: int64 (SAMPLED,), overwritten with the number of times that each of these tokens follows.
 
     Returns:
-        Number of distinct followers, 0 if there is no match; and number of rows of the match that were counted.
+        Number of distinct tokens that follow, 0 if there is no match; and number of occurrences that were counted.
     """
     most = min(before[MATCH_LENGTH] + 1, MAX_MATCH)
     corpus, place = corpora[before[MATCH_CORPUS]], before[MATCH_PLACE]
@@ -422,17 +449,19 @@ def search_corpora(corpora, num_corpora, recent, known, before, match, followers
 
 @jit
 def vote_corpora(tables, predictor, known, choices, votes):
-    """Let the corpus with the longest match vote for the next token, by the tokens that followed the match there.
+    """Let the corpus (index of files) with the longest match vote for the tokens that follow this match in its files.
 
-    Features depend on the match's length and number of occurrences, and on a follower's share of these.
+    The feature of a vote depends on the length of the match, its number of occurrences, and the fraction of them that
+    the token follows.
 
     Args:
-        tables, predictor: Tables and Predictor.
-        known: number of tokens of the context.
-        choices, votes: number of tokens and of votes so far.
+        tables, predictor: Tables (with the weights) and Predictor (with the corpora and the scores).
+        known: number of tokens in the context.
+        choices, votes: number of tokens with votes, and number of votes, so far.
 
     Returns:
-        Feature for "none of them", -1 if no corpus has a match; and number of tokens and of votes now.
+        Index of the feature that scores "none of these tokens", -1 if no corpus has a match; then `choices` and `votes`
+        after these votes.
     """
     recent, before, match = predictor.context.tokens, predictor.before, predictor.match
     followers, counts = predictor.followers, predictor.follower_counts
@@ -454,7 +483,12 @@ def vote_corpora(tables, predictor, known, choices, votes):
 
 @jit
 def bucket_of(value, limits):
-    """Sort a value into a class 0 to len(limits), for a feature: how many of the ascending limits it reaches."""
+    """Sort a value into a class from 0 to len(limits): the number of limits that it reaches.
+
+    Args:
+        value: number to sort.
+        limits: lower limits of the classes from 1 on, ascending.
+    """
     reached = 0
     while reached < len(limits) and value >= limits[reached]:
         reached += 1
@@ -463,13 +497,14 @@ def bucket_of(value, limits):
 
 @jit
 def share_bucket(count, rows):
-    """Sort a follower into a class 0 to 5 by its share of a match's occurrences, for a feature.
+    """Sort a token into a class from 0 to 5 by the fraction of a match's occurrences that the token follows.
 
-    The classes are: below 1/10, below 1/4, below 1/2, below 4/5, below all, all.
+    The classes 0 to 4 are: below 1/10, below 1/4, below 1/2, below 4/5, below 1. In class 5, the token follows all
+    occurrences.
 
     Args:
-        count: occurrences with this follower.
-        rows: all occurrences that were counted.
+        count: number of occurrences that the token follows.
+        rows: number of all occurrences that were counted.
     """
     if count == rows:
         return 5
@@ -480,7 +515,7 @@ def share_bucket(count, rows):
 
 @jit
 def gap_bucket(gap):
-    """Sort the gap between two logits into a class 0 to GAPS - 1, for a feature: how many of THRESHOLDS it reaches."""
+    """Sort the gap between two logits into a class from 0 to GAPS - 1: the number of THRESHOLDS that it reaches."""
     bucket = 0
     while bucket < GAPS - 1 and gap >= THRESHOLDS[bucket]:
         bucket += 1
@@ -489,18 +524,18 @@ def gap_bucket(gap):
 
 @jit
 def vote_logits(tables, predictor, position, key, choices, votes):
-    """Let top-k logits vote for the next token, those last computed behind the longest matching context.
+    """Let stored top-k logits vote for the next token: logits that were computed after the longest matching context.
 
-    The sampler's noise at this position is added to them.
+    The sampler's noise at the token's position is added to the logits first.
 
     Args:
-        tables, predictor: Tables and Predictor, in which the context was looked up.
-        position: the position to predict, as `text_position` gives it.
+        tables, predictor: Tables (the pool's memory) and Predictor, in which the context has been looked up.
+        position: position of the token to predict, as returned by `text_position`.
         key: uint64, key of the sampler's noise at this position.
-        choices, votes: number of tokens and of votes so far.
+        choices, votes: number of tokens with votes, and number of votes, so far.
 
     Returns:
-        Order of the context that matched, -1 if none did; and number of tokens and of votes now.
+        Number of context tokens that matched, -1 if no logits were found; then `choices` and `votes` after these votes.
     """
     width = len(tables.logits_tokens) // len(tables.logits_keys)
     if predictor.sources >> LOGITS & 1 == 0:
@@ -529,19 +564,21 @@ def vote_logits(tables, predictor, position, key, choices, votes):
 
 @jit
 def vote_model(tables, predictor, known, logits_order, key, choices, votes):
-    """Let model n-grams vote for the next token, if they know a longer context than the top-k logits do.
+    """Let model n-grams vote for the next token, if they know a longer context than the stored top-k logits do.
 
-    The sampler's noise at this position is added to their logits.
+    Model n-grams are logits that were measured once for a model, after frequent contexts. The sampler's noise at the
+    token's position is added to them first.
 
     Args:
-        tables, predictor: Tables and Predictor.
-        known: number of tokens of the context.
-        logits_order: order of the context whose logits voted, -1 if none did; only longer ones vote here.
+        tables, predictor: Tables (with the weights) and Predictor (with the model n-grams and the scores).
+        known: number of tokens in the context.
+        logits_order: number of context tokens that matched for the stored logits, -1 if none were found; only longer
+            contexts vote here.
         key: uint64, key of the sampler's noise at this position.
-        choices, votes: number of tokens and of votes so far.
+        choices, votes: number of tokens with votes, and number of votes, so far.
 
     Returns:
-        Order of the context that matched, 0 if none did; and number of tokens and of votes now.
+        Number of context tokens that matched, 0 if no model n-gram did; then `choices` and `votes` after these votes.
     """
     model, context = predictor.model_ngrams, predictor.context
     if model.num_logits == 0:
@@ -562,17 +599,21 @@ def vote_model(tables, predictor, known, logits_order, key, choices, votes):
 
 @jit
 def vote_by_rank(tables, predictor, width, key, group, choices, votes):
-    """Let logits vote for their tokens, with features by rank and by the gap to the best one, the noise added.
+    """Add the sampler's noise to some logits, and let each logit vote for its token.
+
+    The feature of a vote depends on the rank of the logit (0 to 3) and on its gap to the largest logit; for the largest
+    logit, on the gap to the second. A logit more than FAR below the largest gets no vote.
 
     Args:
-        tables, predictor: Tables and Predictor; the logits are in `logits_tokens` and `noisy_logits`.
+        tables, predictor: Tables (with the weights) and Predictor, with the logits in `logits_tokens` and
+            `noisy_logits`.
         width: number of these logits.
         key: uint64, key of the sampler's noise at this position.
-        group: first feature of this memory and order.
-        choices, votes: number of tokens and of votes so far.
+        group: index of the first feature for this kind of memory and number of matching tokens.
+        choices, votes: number of tokens with votes, and number of votes, so far.
 
     Returns:
-        Number of tokens and of votes now.
+        `choices` and `votes` after these votes.
     """
     first, second, third = -math.inf, -math.inf, -math.inf
     for k in range(width):
@@ -599,14 +640,14 @@ def vote_by_rank(tables, predictor, width, key, group, choices, votes):
 
 @jit
 def vote_together(tables, predictor, choices, votes):
-    """Add one more vote for every token, whose feature says which kinds of memory voted for it, and how surely.
+    """Give each token one more vote, whose feature says which kinds of memory have voted for it, and how surely.
 
     Args:
-        tables, predictor: Tables and Predictor.
-        choices, votes: number of tokens and of votes so far.
+        tables, predictor: Tables (with the weights) and Predictor (with the votes and the scores).
+        choices, votes: number of tokens with votes, and number of votes, so far.
 
     Returns:
-        Number of votes now.
+        `votes` after these votes.
     """
     levels = predictor.levels
     for at in range(choices * KINDS):
@@ -629,17 +670,19 @@ def vote_together(tables, predictor, choices, votes):
 
 @jit
 def predict(tables, predictor, known, position):
-    """Predict which tokens may follow a context: fills `predictor.tokens` and `predictor.scores`, their probabilities.
+    """Predict which tokens may follow a context, and with what probabilities.
+
+    It fills `predictor.tokens` and `predictor.scores`. The score after the last token's is the probability that none of
+    these tokens follows.
 
     Args:
-        tables: Tables.
+        tables: Tables, the pool's memory.
         predictor: Predictor, whose context holds the newest tokens.
-        known: number of tokens of the context.
-        position: position in the text of the token to predict.
+        known: number of tokens in the context.
+        position: position in the text of the token to predict, from 0.
 
     Returns:
-        Number of predicted tokens, and of the votes by which they were scored. The probability of "none of them" comes
-        behind those of the tokens.
+        Number of predicted tokens, and number of the votes from which their scores were summed.
     """
     hash_context(predictor.context, known)
     key = mix((predictor.noise_key + U64(position) * GOLDEN + GOLDEN) & MASK)
@@ -691,13 +734,13 @@ def softmax(scores, count):
 
 @jit
 def learn(tables, predictor, choices, votes, token):
-    """Train the weights by one token of the text: one step of Adagrad on its log probability.
+    """Train the weights of the features by one token of the text: one step of Adagrad on its log probability.
 
     Args:
         tables: Tables, whose weights change.
         predictor: Predictor, with the prediction that `predict` has just made for this token.
-        choices, votes: the numbers that `predict` returned.
-        token: the token that the text really has.
+        choices, votes: numbers that `predict` returned.
+        token: id of the token that actually follows in the text.
     """
     correct = 0
     while correct < choices and predictor.tokens[correct] != token:
@@ -711,7 +754,15 @@ def learn(tables, predictor, choices, votes, token):
 
 @jit
 def learn_text(tables, predictor, text, start, length):
-    """Train the weights by a text's tokens from index `start` up to `length`, each predicted from those before it."""
+    """Train the weights of the features by a text's new tokens; each token is predicted from the tokens before it.
+
+    Args:
+        tables: Tables, whose weights change.
+        predictor: Predictor, overwritten.
+        text: int64, token ids of the prompt and the generated tokens.
+        start: index of the first new token.
+        length: number of tokens in the text.
+    """
     for end in range(start, length):
         known = fill_context(predictor.context, text, 0, end)
         choices, votes = predict(tables, predictor, known, end)

@@ -1,12 +1,12 @@
-"""Model n-grams: the largest logits behind frequent contexts of 1 to 3 tokens, measured once for a model.
+"""Model n-grams: the largest logits after frequent contexts of 1 to 3 tokens, measured once for each model.
 
-They are averaged over texts that the model itself wrote. A pool uses them for contexts of a text behind which it has
-not seen logits yet. `lp ngrams` measures them, and every process maps its file into memory.
+The logits are averages over texts that the model itself generated. An n-gram pool uses them for contexts after which it
+has not seen logits in the present text. `lp ngrams` measures them, and every process maps their file into memory.
 
-The file is one int64 array: HEADER numbers, the keys of R rows, and the packed logits of each row. A row belongs to one
-context. It lies in the bucket of WAYS rows that the context's hash selects, as in `lp.draft.pool.tables`.
+The file is one int64 array: HEADER numbers, then the keys of R rows, then the packed logits of each row. A row belongs
+to one context. It lies in the bucket of WAYS rows that the context's hash selects, as in `lp.draft.pool.tables`.
 
-V: vocabulary; K: logits of a context; R: rows, a power of two.
+V: size of the vocabulary; K: number of logits for a context; R: number of rows, a power of two.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ FULL = 0.6  # most rows of a new file that are filled, as a share: contexts whos
 
 
 class ModelNgrams(NamedTuple):
-    """Model n-grams in the form that compiled functions search; K = 0 stands for none."""
+    """A look-up table of model n-grams (logits measured once for a model), in the form that compiled functions search.
+
+    In an empty table the number of logits for a context is 0.
+    """
 
     num_logits: int  # K
     keys: Any  # uint64 (R,): hash of each row's context; 0 is empty
@@ -54,7 +57,11 @@ class ModelNgrams(NamedTuple):
 
     @classmethod
     def of(cls, file: np.ndarray | None) -> ModelNgrams:
-        """Make model n-grams for compiled functions from a file's array, int64; None: none."""
+        """Build a look-up table of model n-grams (logits measured once for a model), for functions compiled by numba.
+
+        Args:
+            file: int64 array of a file of model n-grams, as `read_file` returns it; None gives an empty table.
+        """
         if file is None:
             file = np.array([MARK, 0, WAYS, 0] + [0] * WAYS, np.int64)
         _, _, rows, num_logits = file[:HEADER].tolist()
@@ -64,28 +71,36 @@ class ModelNgrams(NamedTuple):
 
 
 class Contexts(NamedTuple):
-    """Measured contexts of one length, the most frequent first, with the top-k logits behind each."""
+    """Contexts (runs of tokens) of one length, the most frequent first, with the top-k logits measured after each."""
 
     tokens: np.ndarray  # int64 (n, length), the newest last
     packed: np.ndarray  # int64 (n, K), as `pack_top_logits` packs them
 
 
 def rows_of(mebibytes: float, num_logits: int) -> int:
-    """R, the number of rows of the largest file of at most `mebibytes` MiB with K = `num_logits`; a power of two."""
+    """Number of rows in the largest file of model n-grams that fits a size limit; a power of two, and at least 4.
+
+    A row holds the logits after one context.
+
+    Args:
+        mebibytes: most size of the file, in MiB.
+        num_logits: K, number of logits in a row.
+    """
     rows = int(mebibytes * 2**20) // (8 * (1 + num_logits))
     return 1 << max(rows.bit_length() - 1, 2)
 
 
 def new_file(vocabulary_size: int, rows: int, contexts: Sequence[Contexts]) -> tuple[np.ndarray, int]:
-    """Make the array of a file from measured contexts, as many as it has room for.
+    """Make the array of a file of model n-grams from measured contexts; contexts that find no room are left out.
 
     Args:
-        vocabulary_size: V of the model.
-        rows: R, rows of the file, a power of two.
-        contexts: the contexts of each length, all with the same K; those that come first are stored first.
+        vocabulary_size: V, number of tokens in the model's vocabulary.
+        rows: R, number of rows in the file, a power of two.
+        contexts: contexts and their logits, one entry for each context length, all with the same K; the first ones are
+            stored first.
 
     Returns:
-        The array, int64 (4 + R + R * K,), and the number of contexts in it.
+        The array, int64 (4 + R + R * K,), and the number of contexts stored in it.
     """
     num_logits = contexts[0].packed.shape[1]
     keys = np.zeros(rows, np.int64)
@@ -121,7 +136,12 @@ def _place(keys: Any, context: Context, tokens: Any, found: Any) -> None:
 
 
 def write_file(array: np.ndarray, path: Path) -> None:
-    """Write an array of model n-grams to a file, whole or not at all."""
+    """Write an array of model n-grams to a file, which is replaced completely or not at all.
+
+    Args:
+        array: int64 array, as `new_file` returns it.
+        path: path of the file.
+    """
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     data = io.BytesIO()  # numpy does not notice that a file was cut off by a disk that is full
     np.save(data, array.astype("<i8"), allow_pickle=False)
@@ -133,14 +153,18 @@ def write_file(array: np.ndarray, path: Path) -> None:
 
 
 def read_file(choice: str, folder: str, vocabulary_size: int) -> np.ndarray | None:
-    """Memory-map the model n-grams that a config asks for; None if there are to be none.
+    """Memory-map the file of model n-grams (logits measured once for a model) that the settings ask for.
 
-    With AUTO, a file that does not fit the model's vocabulary is left out with a warning, since nobody asked for it.
+    With AUTO, a file that does not fit the model's vocabulary is ignored with a warning, since nobody asked for this
+    file.
 
     Args:
-        choice: AUTO, OFF, or the path of a file.
-        folder: the model's folder, in which AUTO looks; it need not exist, as for a model loaded by its name.
-        vocabulary_size: V of the model.
+        choice: AUTO for the file in the model's folder, if there is one; OFF for none; or the path of a file.
+        folder: the model's folder, searched for AUTO; it need not exist, for example if a model was loaded by its name.
+        vocabulary_size: V, number of tokens in the model's vocabulary.
+
+    Returns:
+        The file's array, int64; None if no model n-grams are to be used.
 
     Raises:
         ValueError: the file can't be read, holds no model n-grams, or does not fit the model's vocabulary.

@@ -1,4 +1,4 @@
-"""The n-gram pool (paper section 3.2): drafts from all that the text has and that earlier steps have sampled."""
+"""The n-gram pool (paper section 3.2): drafts tokens from the text so far and from what earlier steps have sampled."""
 
 from __future__ import annotations
 
@@ -26,26 +26,28 @@ NO_DRAFTS = WindowDrafts()
 class _Text(NamedTuple):
     """The text and its new part, as compiled functions take them."""
 
-    tokens: Any  # int64, with room behind the text
+    tokens: Any  # int64, with room after the text
     start: int  # index of the first new token
     length: int  # tokens of the text
 
 
 class NGramPool(DraftSource):
-    """The draft source of `decoder=lookahead`: drafts the likeliest tokens by several kinds of memory.
+    """Draft source of `decoder=lookahead`: drafts the tokens that several kinds of memory together find likeliest.
 
-    It remembers n-grams of the text and of the window, tokens sampled for coming positions, and top-k logits, and can
-    look in model n-grams and corpora. One mixture (`lp.draft.pool.mixture`) turns all of it into probabilities.
+    It remembers n-grams of the text and of the lookahead window, tokens sampled for coming positions, and top-k logits.
+    It can also look in model n-grams (logits measured once for the model) and in corpora (indexes of files). A mixture
+    model (`lp.draft.pool.mixture`) turns all of these into probabilities.
 
     Args:
-        config: which kinds of memory are used, and the most depth and size of the draft tree.
+        config: settings: which kinds of memory to use, and how deep and large the draft tree may become.
         prompt: token ids of the prompt.
-        noise: (seed, sequence number) of the sampler's noise, which shifts logits; None if tokens are not sampled so.
-        tables: the memory: empty tables, or those of an earlier text, to go on with.
-        model_ngrams: the array of a file of `lp.draft.pool.model_ngrams`; None: none.
+        noise: (seed, sequence number) of the sampler's Gumbel noise, which is added to remembered logits to foresee
+            samples; None if the sampler uses no such noise.
+        tables: memory to begin with: empty tables, or tables that earlier texts have filled.
+        model_ngrams: array of a file of `lp.draft.pool.model_ngrams`; None: no model n-grams are used.
         temperature: temperature of the sampler.
-        corpora: indexes to look in, the most important first.
-        on_end: called with the prompt and the generated tokens when the text is finished.
+        corpora: corpora to search, the most important first.
+        on_end: function that is called with the prompt and the generated tokens when the text is finished.
     """
 
     divides = True
@@ -91,12 +93,24 @@ class NGramPool(DraftSource):
         window: WindowDrafts = NO_DRAFTS,
         price: TokenPrice | None = None,
     ) -> DraftTree:
-        """Propose the whole draft tree: the likeliest tokens, as far as they pay; arguments: see DraftSource."""
+        """Propose the whole draft tree: the likeliest tokens, as far as they are worth their price.
+
+        Args:
+            text: token ids of the prompt and the generated tokens.
+            budget: most draft tokens, without tokens that repeat the window's.
+            window: paths of the lookahead window, whose tokens cost nothing.
+            price: what step tokens cost; None: nothing.
+        """
         draft = self.propose_share(text, ShareInput(0, budget, [0], window, price)).draft
         return DraftTree(*(np.asarray(field).tolist() for field in (draft.tokens, draft.parents, draft.accept_probs)))
 
     def propose_share(self, text: Sequence[int], step: ShareInput) -> Share:
-        """Grow one rank's share of the draft tree, without growing the others'; arguments: see DraftSource."""
+        """Grow one rank's part of the draft tree, without growing the other ranks' parts.
+
+        Args:
+            text: token ids of the prompt and the generated tokens.
+            step: how many draft tokens each rank may compute, and what they cost.
+        """
         self._catch_up(text, len(text))
         rooms = step.rooms
         own = StepInput(
@@ -119,7 +133,12 @@ class NGramPool(DraftSource):
         return Share(draft, DraftTree(found.trunk_tokens[:trunk].tolist(), found.trunk_parents[:trunk].tolist()))
 
     def begin(self, prompt: Sequence[int], top_logits: TopLogits) -> None:
-        """Remember the top-k logits computed at the prompt's tokens."""
+        """Remember the top-k logits that prefill computed at the prompt's tokens.
+
+        Args:
+            prompt: last tokens of the prompt; earlier tokens were cached, so they have no logits.
+            top_logits: top-k logits at each of these tokens but the last.
+        """
         first = self._length - len(prompt)  # tokens before these were cached
         count = len(prompt) - 1
         positions = range(first, first + count)
@@ -129,15 +148,26 @@ class NGramPool(DraftSource):
         add_samples(self._tables, self._predictor.context, known, first + 1, _compiled_samples(samples), sources)
 
     def observe(self, text: Sequence[int], num_new: int, samples: StepSamples) -> None:
-        """Train the mixture's weights by the step's tokens, then remember its n-grams, samples and logits."""
+        """Train the mixture's weights by the step's new tokens, then remember the step's n-grams, samples and logits.
+
+        Args:
+            text: token ids of the prompt and the generated tokens, including the step's.
+            num_new: number of tokens at the end of `text` that the step generated.
+            samples: tokens, samples and logits at all nodes of the step.
+        """
         known = self._learn(text, num_new, samples)
         predictor, arrays = self._predictor, _compiled_samples(samples)
         add_samples(self._tables, predictor.context, known.tokens, known.start, arrays, predictor.sources)
 
     def observe_part(self, text: Sequence[int], num_new: int, samples: StepSamples) -> Callable[[], None]:
-        """Learn from a step as `observe` does, but leave its samples to the returned function.
+        """Learn from a step like `observe`, but let the returned function store the step's samples in the tables later.
 
-        Until that is called, proposals find the samples in a small index of the last step.
+        Until this function is called, proposals find the samples in a small index of the last step.
+
+        Args:
+            text: token ids of the prompt and the generated tokens, including the step's.
+            num_new: number of tokens at the end of `text` that the step generated.
+            samples: tokens, samples and logits at all nodes of the step.
         """
         known = self._learn(text, num_new, samples)
         if len(samples.tokens) > len(self._last_step.older):
@@ -154,7 +184,12 @@ class NGramPool(DraftSource):
         return merge
 
     def ended(self, text: Sequence[int], prompt_tokens: int) -> None:
-        """Call `on_end` with the prompt and the generated tokens of the finished text."""
+        """Hand the finished text over to the function `on_end`, which the pool was made with.
+
+        Args:
+            text: token ids of the prompt and the generated tokens.
+            prompt_tokens: number of tokens at the beginning of `text` that are the prompt.
+        """
         if self._on_end is not None:
             self._on_end(text[:prompt_tokens], text[prompt_tokens:])
 

@@ -1,15 +1,15 @@
 """The pool's memory: two hash tables of fixed size, one with the followers of contexts, one with top-k logits.
 
 A context is the newest tokens of a text, up to some place; its order is their number. A follower is a token that came
-behind a context. Kinds of memory share the tables: n-grams of the text, n-grams of the window, guesses (tokens that
-were sampled for a position), and top-k logits. The key of an entry is a hash of its context and kind. It selects a
-bucket of WAYS entries; if the bucket is full, the entry written longest ago is replaced.
+after a context. Several kinds of memory share the tables: n-grams of the text, n-grams of the lookahead window, guesses
+(tokens that were sampled for a position), and top-k logits. The key of an entry is a hash of its context and kind. The
+key selects a bucket of WAYS entries; if the bucket is full, the entry that was written longest ago is replaced.
 
-All arithmetic of compiled functions is of integers and of + - * / on doubles in a fixed order, logarithm and
-exponential included: ranks on unlike processors compute the same bits.
+All arithmetic of compiled functions is of integers, and of + - * / on doubles in a fixed order, logarithm and
+exponential included. So ranks on different processors compute the same bits.
 
-E: entries of the followers' table; F: entries of the logits' table; K: `num_logits`, logits of an entry; M: followers
-of a context.
+E: number of entries in the table of followers; F: number of entries in the table of logits; K: `num_logits`, number of
+logits in an entry; M: number of followers that are stored for a context.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ MODEL = 5  # the kind of model n-grams, which have a table of their own
 
 
 class Tables(NamedTuple):
-    """The memory of one pool, or of one owner's session: both hash tables and the weights of the mixture.
+    """Memory of one n-gram pool, or of one owner's session: two hash tables, and the weights that predict tokens.
 
-    All are flat arrays for compiled functions; E and F are powers of two.
+    All fields are flat arrays for functions compiled by numba. E, the number of entries in the table of followers, and
+    F, the number of entries in the table of logits, are powers of two.
     """
 
     keys: Any  # uint64 (E,): key of each entry; 0 is empty
@@ -53,14 +54,17 @@ class Tables(NamedTuple):
 
 
 class Context(NamedTuple):
-    """The tokens of a context with the hashes of all its orders, in arrays that are used again for each look-up."""
+    """Newest tokens of a text, with hashes of the newest 1, 2, ... tokens; its arrays are reused for each look-up."""
 
     tokens: Any  # int64 (MAX_CONTEXT,), longer if there are corpora: the newest first
     hashes: Any  # uint64 (MAX_CONTEXT + 1,): hashes of the newest 0, 1, 2, ... tokens
 
 
 class Samples(NamedTuple):
-    """The samples and top-k logits of a step's nodes, as compiled functions take them; see StepSamples."""
+    """Sampled tokens and top-k logits at the nodes of a step, as arrays for functions compiled by numba.
+
+    `lp.draft.source.StepSamples` describes the fields.
+    """
 
     tokens: Any  # int64 (nodes,), like the next four
     parents: Any
@@ -72,13 +76,13 @@ class Samples(NamedTuple):
 
 
 def new_tables(num_logits: int, mebibytes: int, weights: np.ndarray, squares: np.ndarray) -> Tables:
-    """Make empty tables.
+    """Make empty tables, the memory of an n-gram pool.
 
     Args:
-        num_logits: K, logits of an entry; 0: no logits are remembered.
-        mebibytes: most memory of all arrays, MiB.
-        weights: float64 (FEATURES,), the mixture's weights to begin with.
-        squares: float64 (FEATURES,), sums of their squared gradients to begin with; larger ones slow learning down.
+        num_logits: K, number of top-k logits to store for a context; 0: no logits are remembered.
+        mebibytes: memory limit for all arrays together, in MiB.
+        weights: float64 (FEATURES,), initial weights of the mixture that predicts tokens.
+        squares: float64 (FEATURES,), initial sums of squared gradients for Adagrad; larger values make learning slower.
     """
     room = (mebibytes << 20) - 2 * weights.nbytes - 16
     context_bytes = 16 + 8 * M
@@ -105,7 +109,7 @@ def _power_below(count: int) -> int:
 
 
 def new_context(longest: int = MAX_CONTEXT) -> Context:
-    """Allocate a context of at most `longest` tokens; no more than MAX_CONTEXT of them are hashed."""
+    """Allocate a context: room for up to `longest` newest tokens of a text, and for MAX_CONTEXT hashes."""
     return Context(compiled_zeros(longest, "i8"), compiled_zeros(MAX_CONTEXT + 1, "u8"))
 
 
@@ -114,13 +118,25 @@ def new_context(longest: int = MAX_CONTEXT) -> Context:
 
 @jit
 def bucket(keys, key):
-    """Index of the first of the WAYS entries (a bucket) in which `key` is stored if it is in the table at all."""
+    """Index of the first entry in the bucket of a key.
+
+    A bucket is WAYS successive entries of a table: the only entries that may hold the key.
+
+    Args:
+        keys: uint64, keys of all entries of a table.
+        key: uint64, the key.
+    """
     return (I64(key >> S11) & (len(keys) // WAYS - 1)) * WAYS
 
 
 @jit
 def find(keys, key):
-    """Look up a key in a table's array of keys: index of its entry; -1 if there is none, or the key is 0."""
+    """Find the entry with a given key; returns its index, or -1 if the table has no such entry or the key is 0.
+
+    Args:
+        keys: uint64, keys of all entries of a table.
+        key: uint64, the key.
+    """
     first, found = bucket(keys, key), -1
     for entry in range(first, first + WAYS):  # to the end: no branch for the processor to guess
         found = entry if keys[entry] == key else found
@@ -129,12 +145,14 @@ def find(keys, key):
 
 @jit
 def claim(keys, stamps, key, now):
-    """Find the entry of a key, or give it the entry of its bucket that was written longest ago, to be written now.
+    """Find the entry with a given key to write to it; if there is none, take over the oldest entry of the key's bucket.
+
+    The oldest entry is the one that was written longest ago.
 
     Args:
-        keys, stamps: the arrays of one table.
+        keys, stamps: arrays of one table: the key of each entry, and the time when it was last written.
         key: uint64, not 0.
-        now: the new stamp of the entry.
+        now: present time, counted in steps; it becomes the stamp of the entry.
 
     Returns:
         Index of the entry, and whether it had this key before; if not, its old contents have to be cleared.
@@ -152,34 +170,52 @@ def claim(keys, stamps, key, now):
 
 @jit
 def context_key(hashed, kind, extra):
-    """Make the key of an entry; never 0.
+    """Make the key of the table entry for a context and a kind of memory; never 0.
 
     Args:
-        hashed: uint64, hash of the context's tokens, see `hash_context`.
+        hashed: uint64, hash of the context's tokens, from `hash_context`.
         kind: kind of memory: TEXT, WINDOW, GUESS, LOGITS or MODEL.
-        extra: the position, for a guess or for logits of a position alone; else 0.
+        extra: position for a guess, or for logits that are stored by their position alone; else 0.
     """
     return mix((hashed + U64(kind) * GOLDEN + U64(extra) * MIX_1) & MASK) | ONE
 
 
 @jit
 def logits_key(context, order, position):
-    """Key of the top-k logits behind a context's newest `order` tokens; with order 0, of those for the position."""
+    """Make the key under which the top-k logits after a context are stored.
+
+    Args:
+        context: Context, with its hashes.
+        order: number of the context's newest tokens to use; 0: the logits are stored by their position alone.
+        position: position of the token that the logits predict, as returned by `text_position`; used for order 0 only.
+    """
     return context_key(context.hashes[order], LOGITS, 0 if order else position)
 
 
 @jit
 def text_position(tables, position):
-    """Make a position unique in a session, by the text's number: later texts must not find guesses for this one."""
+    """Make a position unique in a session, so that later texts do not find the guesses for this text.
+
+    The running number of the text in the session is put into the upper 32 bits.
+
+    Args:
+        tables: Tables, which count the texts of the session.
+        position: position in the text, from 0.
+    """
     return position + (tables.clock[1] << 32)
 
 
 @jit
 def fill_context(context, text, start, end):
-    """Fill a context with the tokens of a text from index `start` up to `end`, the newest first.
+    """Fill a context with tokens of a text, from index `start` to `end` - 1, the newest first.
+
+    Args:
+        context: Context to fill.
+        text: int64, token ids of the text.
+        start, end: range of the tokens.
 
     Returns:
-        Number of tokens filled in: the newest, as many as fit.
+        Number of tokens filled in; if not all fit, the newest are taken.
     """
     known = min(end - start, len(context.tokens))
     for back in range(known):
@@ -189,7 +225,12 @@ def fill_context(context, text, start, end):
 
 @jit
 def hash_context(context, known):
-    """Fill in a context's hashes of its newest 1, 2, ... tokens, up to `known` or MAX_CONTEXT of them."""
+    """Compute the hashes of a context's newest 1, 2, ... tokens.
+
+    Args:
+        context: Context, whose hashes are overwritten.
+        known: number of tokens in the context; at most MAX_CONTEXT are hashed.
+    """
     value = context.hashes[0] = GOLDEN
     for order in range(1, min(known, MAX_CONTEXT) + 1):
         value = mix((value + U64(context.tokens[order - 1] + 1) * GOLDEN) & MASK)
@@ -201,11 +242,11 @@ def hash_context(context, known):
 
 @jit
 def add_follower(tables, key, token):
-    """Remember that a token followed a context: it becomes the first of the entry's M followers, and is counted.
+    """Remember that a token followed a context: it becomes the first of up to M stored followers, and its count grows.
 
     Args:
-        tables: Tables.
-        key: key of the context, see `context_key`.
+        tables: Tables, the pool's memory.
+        key: key of the context, from `context_key`.
         token: token id.
     """
     entry, found = claim(tables.keys, tables.stamps, key, tables.clock[0])
@@ -225,14 +266,16 @@ def add_follower(tables, key, token):
 
 @jit
 def add_text(tables, context, text, start, length):
-    """Remember the n-grams that a text's new tokens end.
+    """Remember the n-grams that end with a text's new tokens: which token followed each context, for all ORDERS.
+
+    The context is the tokens before a new token; ORDERS lists the context lengths that are stored.
 
     Args:
-        tables: Tables.
+        tables: Tables, the pool's memory.
         context: Context, overwritten.
-        text: int64, token ids.
+        text: int64, token ids of the text.
         start: index of the first new token.
-        length: length of the text.
+        length: number of tokens in the text.
     """
     for end in range(max(start, 1), length):
         known = fill_context(context, text, 0, end)
@@ -244,13 +287,13 @@ def add_text(tables, context, text, start, length):
 
 @jit
 def add_ngrams(tables, context, ngrams, length):
-    """Remember the window's n-grams, as contexts of one and two tokens with the token that follows.
+    """Remember the n-grams of the lookahead window: which tokens followed contexts of one and two tokens in them.
 
     Args:
-        tables: Tables.
+        tables: Tables, the pool's memory.
         context: Context, overwritten.
-        ngrams: int64, all n-grams in one array.
-        length: N, tokens of an n-gram.
+        ngrams: int64, token ids of all n-grams, one n-gram after the other.
+        length: N, number of tokens in an n-gram.
     """
     for first in range(0, len(ngrams), length):
         for end in range(first + 1, first + length):
@@ -262,14 +305,15 @@ def add_ngrams(tables, context, ngrams, length):
 
 @jit
 def fill_context_of_node(context, tokens, parents, node, text, end, longest):
-    """Fill a context with the tokens up to a node of a draft tree: the node, its ancestors, then the text's tokens.
+    """Fill a context with the tokens up to a node of a draft tree: node, ancestors, then the text's newest tokens.
 
     Args:
         context: Context, whose tokens are overwritten, the newest first.
-        tokens, parents: int64 (nodes,), token and parent of every node; node 0 is the newest token of the text.
+        tokens, parents: int64 (nodes,), token id, and index of the parent, of each node; node 0 is the text's newest
+            token.
         node: index of the node.
-        text: int64, token ids.
-        end: length of the text, node 0 included.
+        text: int64, token ids of the text.
+        end: number of tokens in the text, including node 0.
         longest: most tokens to fill in.
 
     Returns:
@@ -289,15 +333,15 @@ def fill_context_of_node(context, tokens, parents, node, text, end, longest):
 
 @jit
 def add_samples(tables, context, text, end, samples, sources):
-    """Remember a step's samples: at every node the sampled token as a guess for its position, and the top-k logits.
+    """Remember a step's samples: at each node the sampled token, as a guess for its position, and the top-k logits.
 
     Args:
-        tables: Tables.
+        tables: Tables, the pool's memory.
         context: Context, overwritten.
-        text: int64, token ids.
-        end: length of the text before the step; its last token is node 0.
-        samples: Samples.
-        sources: bit 1 << kind for each kind of memory that is switched on, GUESS and LOGITS.
+        text: int64, token ids of the text.
+        end: number of tokens in the text before the step; the last of them is node 0.
+        samples: Samples, with the step's sampled tokens and logits.
+        sources: bit mask of what to remember: 1 << GUESS for sampled tokens, 1 << LOGITS for logits.
     """
     width = len(tables.logits_tokens) // len(tables.logits_keys)
     for node in range(len(samples.tokens)):
