@@ -83,7 +83,7 @@ def cut_tree(tree: DraftTree, budget: int, base_tokens: Sequence[int], rank: int
     draft = DraftTree(
         tokens=[tree.tokens[node] for node in kept],
         parents=[index.get(tree.parents[node], -1) for node in kept],
-        accept_probs=[tree.accept_probs[node] for node in kept] if tree.accept_probs else (),
+        accept_probs=[tree.accept_probs[node] for node in kept] if len(tree.accept_probs) else (),
         merge=tree.merge,
     )
     return Share(draft, tree)

@@ -205,6 +205,15 @@ def test_a_rank_alone_has_the_whole_tree() -> None:
     assert cut_tree(tree, 5, [1], 0) == Share(tree)
 
 
+def test_trees_of_arrays_are_cut_as_those_of_lists() -> None:
+    """A source of one's own may propose arrays: of an array's truth numpy knows nothing."""
+    tree = DraftTree([1, 2, 3, 4], [-1, 0, -1, 2], [0.9, 0.5, 0.3, 0.1])
+    arrays = DraftTree(np.array(tree.tokens), np.array(tree.parents), np.array(tree.accept_probs))
+    for rank in range(2):
+        ours, theirs = cut_tree(arrays, 4, [1, 1], rank).draft, cut_tree(tree, 4, [1, 1], rank).draft
+        assert len(theirs) > 0 and (list(ours.tokens), list(ours.accept_probs)) == (theirs.tokens, theirs.accept_probs)
+
+
 def test_a_source_without_shares_is_cut() -> None:
     """Every rank asks for the tree of all ranks' rooms, and for none of its own window's drafts: they differ."""
     asked: list[tuple[int, WindowDrafts]] = []
