@@ -55,7 +55,7 @@ class Later(NamedTuple):
 
 
 class Place:
-    """Base class of engines and servers that answer requests: sends requests to one, and knows how many it can take.
+    """Base class of an engine or server that requests are sent to, with the number of requests that it can take.
 
     Args:
         name: its name in messages, such as the server's address.
@@ -65,7 +65,7 @@ class Place:
         busy: number of requests that it has now.
         most_at_once: most requests that it had at a time since it last had none.
         seen_s: the last time at which it was known to take requests, by time.monotonic().
-        trouble: the problem that it has now, for messages; "" if there is none.
+        trouble: its last problem, for messages; "" once it has answered a request again.
     """
 
     def __init__(self, name: str, client: httpx.AsyncClient) -> None:

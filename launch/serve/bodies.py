@@ -578,7 +578,7 @@ class CompletionBody(OpenAI):
 
     @property
     def most_tokens(self) -> int | None:
-        """The request's token limit, from the first of max_tokens, n_predict and max_new_tokens that is set; else None."""
+        """The request's token limit: the first of max_tokens, n_predict and max_new_tokens that is set, else None."""
         return _first(self.max_tokens, self.n_predict, self.max_new_tokens)
 
     @model_validator(mode="after")
@@ -926,7 +926,7 @@ class LlamaCpp(Generated):
 
 
 class ExtraBody(Fields):
-    """An entry of /infill's input_extra: a piece of another file, which the prompt has before the file with the gap."""
+    """An entry of /infill's input_extra: a piece of another file, put into the prompt before the file with the gap."""
 
     model_config = ConfigDict(extra="ignore")
     filename: Text = ""

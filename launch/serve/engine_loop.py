@@ -1,8 +1,8 @@
 """The thread that runs the engine: it takes sequences from the endpoints, runs decode steps, and reports results.
 
 With several ranks, only rank 0 gets sequences from endpoints. It sends every command (to submit or cancel a sequence,
-and so on) to the other ranks before the decode step from which it counts, so that all ranks make the same calls of the
-engine in the same order.
+and so on) to the other ranks before the decode step in which the command takes effect, so that all ranks make the same
+calls of the engine in the same order.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HEARTBEAT_S = 5.0  # among ranks, which find out by it that one has died while t
 
 
 class Busy(Exception):
-    """Raised by `EngineLoop` when its queue has no room for a sequence or scoring; the client may try again later."""
+    """Raised by `EngineLoop` when its queue has no room for a text or prompt scoring; the client may retry later."""
 
 
 class Closing(Exception):
@@ -73,12 +73,13 @@ class Ending(NamedTuple):
         num_tokens: number of the text's tokens up to its end, including `resumed` ones.
         num_thought: number of the text's tokens that belong to the reasoning; 0 if reasoning is not separated from the
             answer.
-        resumed: number of the text's first tokens that an earlier server generated; this one continued after them.
+        resumed: number of the text's first tokens that an earlier server generated; this server continued after these
+            tokens.
         sequence: index of the sequence among the n choices for its prompt, from 0.
         prompt_tokens: number of the prompt's tokens.
         cached: number of the prompt's tokens that needed no prefill, as an earlier text had left their KV in the cache.
         steps: statistics of the sequence's decode steps.
-        prefill_s, decode_s: seconds before the first decode step, and seconds from its start to the end of the text.
+        prefill_s, decode_s: seconds before the first decode step, and seconds from that step on.
         predicted: number of tokens of the client's predicted output that were accepted as draft tokens.
         error: the error that ended the sequence; None if there was none.
     """
@@ -133,7 +134,7 @@ class LiveText:
 class Scoring:
     """A request for the log probabilities of a prompt's own tokens (`echo` with `logprobs`), for `EngineLoop.score`.
 
-    Only rank 0 computes them.
+    Only rank 0 computes these log probabilities.
 
     Args:
         prompt: token ids of the prompt.
@@ -288,9 +289,9 @@ class EngineLoop:
                 self._changed.notify()
 
     def score(self, scoring: Scoring) -> None:
-        """Queue a scoring, which is computed between two decode steps; its `on_done` gets the result.
+        """Queue a prompt whose tokens' log probabilities are computed between two decode steps.
 
-        Any thread may call this.
+        Any thread may call this. The scoring's `on_done` gets the result.
 
         Args:
             scoring: the prompt, and the function to call with its log probabilities.
@@ -461,7 +462,7 @@ class EngineLoop:
             scoring.on_done(error)
 
     def fail(self, error: BaseException) -> None:
-        """Mark the engine as failed: end all sequences and scorings with an error, and call `on_failure`.
+        """Mark the engine as failed: end all sequences and prompt scorings with an error, and call `on_failure`.
 
         Any thread may call this.
 

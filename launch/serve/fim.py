@@ -30,8 +30,8 @@ class FimFormat:
         file: token that begins another file, given before the file with the gap; the other file's name, a line end and
             its text follow. None: other files are given as plain text.
         ends: tokens that end the filling, besides the model's EOS.
-        glue: a character that is encoded together with a text, before it, and whose tokens are then dropped: for
-            tokenizers that put a space before every text they encode. None: the tokenizer puts no such space.
+        glue: a character that is put before a text to encode it, and whose tokens are then dropped. It keeps tokenizers
+            from adding a space to the text, as some do before every text. None: the tokenizer adds no space.
     """
 
     prefix: str
@@ -44,7 +44,7 @@ class FimFormat:
 
     @property
     def tokens(self) -> list[str]:
-        """Special tokens that a vocabulary must have for this format: before the prefix, the suffix and the filling."""
+        """Special tokens that a vocabulary must have for this format: `prefix`, `suffix`, and `middle` if it is set."""
         return [token for token in (self.prefix, self.suffix, self.middle) if token is not None]
 
     def texts(self, prompt: str) -> tuple[str, str] | None:
@@ -100,7 +100,7 @@ FILE_TOKEN = {"codegemma": "<|file_separator|>"}  # a family that its gap's toke
 
 @dataclass(frozen=True)
 class Extra:
-    """A piece of another file, which a fill-in-the-middle prompt has before the file with the gap.
+    """A piece of another file, put into a fill-in-the-middle prompt before the file with the gap.
 
     Args:
         name: the file's name.
@@ -151,8 +151,8 @@ class FimPrompts:
             prefix: text of the file before the gap.
             suffix: text of the file after the gap.
             room: most tokens that the prompt may have; None: no limit. If the texts are too long, the prefix keeps its
-                end, and the suffix its beginning. The suffix gets a quarter of the room, or more if the prefix leaves
-                it; other files get the rest, and keep their end.
+                end, and the suffix its beginning. The suffix gets a quarter of the room, or more if the prefix is
+                short. Other files get what the prefix and the suffix leave, and keep their end.
             extras: pieces of other files, the most relevant one last.
 
         Returns:

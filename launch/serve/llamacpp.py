@@ -74,7 +74,7 @@ class LlamaCompletion:
     """Generates one request's text, and returns it in llama.cpp's response format, in one piece or as a stream.
 
     Args:
-        served: the model, set to the request's client and to the LoRA adapter that the request names.
+        served: the model, with the client and the LoRA adapter of this request.
         body: the request to /completion or /infill.
         prompt: token ids of the prompt.
         truncated: whether the prompt was cut, since the context has no room for all that the client sent; the response

@@ -79,7 +79,7 @@ class LegacyLogprobs:
         return {names[token]: value for token, value in values.items()}
 
     def behind(self, walk: TokenWalk) -> LegacyLogprobs:
-        """Copy this object after a prompt's tokens were added, to collect one of several texts that continue it.
+        """Copy this object after a prompt's tokens were added, to add one of several texts that continue the prompt.
 
         Args:
             walk: names the tokens of that text; its next token must be the first one after the prompt.

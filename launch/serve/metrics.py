@@ -1,4 +1,4 @@
-"""Counts for /metrics, in Prometheus' text format; those that routers and dashboards read have vLLM's names, too."""
+"""Counts for /metrics, in Prometheus' text format; counts that routers and dashboards read have vLLM's names, too."""
 
 from __future__ import annotations
 

@@ -63,8 +63,8 @@ async def begun(make: Callable[[Served, Asked], Made], served: Served, request: 
     """Check a request, download its images, and create the object that generates its answer, such as a `Chat`.
 
     Args:
-        make: creates that object, called on another thread with `served` and `body`; its `served` is a copy that knows
-            the request's client and LoRA adapter.
+        make: creates that object. It is called on another thread with `body` and a copy of `served`, which knows the
+            request's client and LoRA adapter.
         served: the model.
         request: the client's request, whose ASGI scope names the client.
         body: the parsed body of the request.
@@ -185,7 +185,7 @@ class Completion(_Answer):
     """Generates the answer to one request to /v1/completions, in one piece (`whole`) or streamed (`chunks`).
 
     Args:
-        served: the model, set to the request's client and LoRA adapter.
+        served: the model, with the client and the LoRA adapter of this request.
         body: the parsed body of the request.
 
     Raises:
@@ -320,7 +320,7 @@ class Chat(_Answer):
     """Generates the answer to one request to /v1/chat/completions, in one piece (`whole`) or streamed (`chunks`).
 
     Args:
-        served: the model, set to the request's client and LoRA adapter.
+        served: the model, with the client and the LoRA adapter of this request.
         body: the parsed body of the request.
         prefix: beginning of the answer's id, such as "chatcmpl-".
 

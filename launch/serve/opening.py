@@ -155,8 +155,8 @@ class Opened:
         settings: settings that were read before the model was loaded.
         engine: generates the texts; it is warmed up.
         grammars: compiles the grammars that requests have.
-        journal_model: tells which model and defaults a journal's tokens are from (`resumed_model`); None: the tokens of
-            unfinished requests are not kept.
+        journal_model: identifies the model and its defaults, so that kept tokens of unfinished requests are only reused
+            with them (`resumed_model`); None: tokens are not kept.
         images: makes prompts with images; None on other ranks than 0.
     """
 
@@ -207,8 +207,8 @@ def open_engine(config: AnsweringConfig, settings: Settings, owners: Sequence[st
     Args:
         config: the app's config.
         settings: the result of `read_settings`.
-        owners: names of the clients; what is kept of each client's earlier texts, as a source of draft tokens, is
-            opened now. "" is the client without a name. The other ranks use rank 0's names.
+        owners: names of the clients; "" is the client without a name. The files with each client's earlier texts, a
+            source of draft tokens, are opened now. The other ranks use rank 0's names.
 
     Raises:
         ValueError: a setting can't be used; the message has the remedy.
@@ -302,8 +302,8 @@ def follow(opened: Opened) -> None:
 def resumed_model(loaded: Loaded, decoder: StepDecoder) -> str | None:
     """Identify the model and the defaults that generated texts depend on, so that a journal's tokens fit this server.
 
-    A journal keeps tokens of unfinished requests, and they are only reused under an equal identification. All ranks
-    call this together and get equal results.
+    A journal keeps the generated tokens of unfinished requests. A server only reuses them if its identification equals
+    that of the server that generated them. All ranks call this function together and get equal results.
 
     Args:
         loaded: model and tokenizer.

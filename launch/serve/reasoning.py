@@ -89,7 +89,7 @@ class Reasoning:
         Args:
             block: the tokens that begin and end reasoning.
             prompt: token ids, chat template included.
-            words: the model's vocabulary, by which white space at the prompt's end is skipped.
+            words: the model's vocabulary, used to skip white space at the prompt's end.
         """
         for token in reversed(prompt):
             if token == block.end:

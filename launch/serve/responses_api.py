@@ -141,7 +141,7 @@ class ResponsesAnswer:
     """Generates the answer to one request to /v1/responses, in one piece (`whole`) or streamed (`events`).
 
     Args:
-        served: the model, set to the request's client and LoRA adapter.
+        served: the model, with the client and the LoRA adapter of this request.
         body: the parsed body of the request.
 
     Raises:

@@ -389,7 +389,7 @@ class Served:
             raise ApiError(400, message, field.partition(".")[0]) from None
 
     def check_logprobs(self) -> None:
-        """Refuse log probabilities if several ranks share a decode step, as no rank then has those of all tokens.
+        """Refuse log probabilities if several ranks share a decode step, as each rank then knows only some of them.
 
         Raises:
             ApiError: status 400: there are several ranks.
@@ -474,7 +474,7 @@ class Served:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A text that a request asks for: how it is generated, and which conditions of the client end it.
+    """A text that a request asks for: how it is generated, and the client's conditions for its end.
 
     Args:
         spec: prompt, sampling and the engine's other arguments.
@@ -494,7 +494,7 @@ class TextGroup:
     """Submits the texts of one request to the engine, and yields their events as they come.
 
     Args:
-        served: the model, set to the request's client and LoRA adapter.
+        served: the model, with the client and the LoRA adapter of this request.
         name: the request's id, such as "cmpl-1f0c".
         wanted: the texts to generate.
 

@@ -48,7 +48,7 @@ class SentTensors:
         return cls(safetensors.torch.load(base64.b64decode(text)))
 
     def behind(self, resumed: int) -> dict[str, torch.Tensor]:
-        """Fit the tensors to a prompt that resumed tokens are appended to.
+        """Fit the tensors to a longer prompt, to which resumed tokens (generated before a restart) are appended.
 
         Token type ids get a 0, which means text, for each resumed token.
 

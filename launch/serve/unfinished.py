@@ -3,9 +3,9 @@
     {"id": "cmpl-1f0c", "began": 1790000000, "texts": 2, "seed": 7, "key": "9e2b..."}    first line: the request
     {"text": 1, "t": [312, 9]}                    tokens that a decode step added to one of the request's texts
 
-Token lines are only written if the server keeps tokens. If a client then repeats an unfinished request after a restart,
-seed included, its texts continue after these tokens; until it does, the file stays. Files that are a day old are
-deleted when a server starts, and when it takes a request.
+Token lines are only written if the server keeps tokens. If a client repeats an unfinished request after a restart, seed
+included, its texts continue after these tokens. The file stays until the client repeats the request. Files that are a
+day old are deleted when a server starts, and when it takes a request.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class UnfinishedRequests:
         return [replace(spec, resumed=tokens.get(index, [])[:-1]) for index, spec in enumerate(specs)]
 
     def taken(self, key: str) -> None:
-        """Delete the earlier server's file for a request that is continued, as its new file has the tokens now.
+        """Delete the earlier server's file for a continued request, as the new request's file has its tokens now.
 
         Args:
             key: the request's digest from `key`.

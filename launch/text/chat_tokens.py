@@ -111,10 +111,10 @@ def _literal_tokens(
 
 
 class HiddenTokens:
-    """Hides special tokens in users' texts from a chat template, and encodes them as plain text after it.
+    """Hides special tokens in users' texts from a chat template, and encodes them as plain text afterwards.
 
-    `hide` puts marks in their place. `encode` turns the template's output into token ids, with each mark as the plain
-    text of the token that it hides.
+    `hide` replaces the tokens by marks. `encode` turns the template's output into token ids, with each mark as the
+    plain text of the token that it hides.
 
     Args:
         tokenizer: the model's tokenizer.

@@ -83,9 +83,9 @@ class Step:
         return []
 
     def inside(self, text: str) -> str:
-        """Convert one token in the middle of a text, with other tokens before and after it.
+        """Convert one token as if it were in the middle of a text, with other tokens before and after it.
 
-        This gives the text of a token by itself.
+        This is used to find the text of a single token.
 
         Args:
             text: the token, as the vocabulary or the step before this one spells it.
@@ -172,8 +172,8 @@ class ByteFallback(Step):
     """Decodes tokens that stand for one byte, such as <0xE4>; successive ones are joined into one unit (string).
 
     Args:
-        in_parts: whether units come in several parts, because an earlier step joins tokens; no unit is a byte's token
-            then.
+        in_parts: whether units come in several parts, because an earlier step joins tokens; then no unit is such a
+            token.
     """
 
     def __init__(self, in_parts: bool) -> None:

@@ -73,7 +73,13 @@ class Vocabulary:
         return piece if isinstance(piece, str) else None
 
     def data(self, token: int) -> bytes | None:
-        """The bytes that a token adds to a text; b"" for a special token, None if decoding does not show the bytes."""
+        """The bytes that a token adds to a text; b"" for a special token.
+
+        None if the tokenizer can only decode whole texts, and the token's bytes are no whole characters.
+
+        Args:
+            token: token id.
+        """
         if self.special(token) is not None:
             return b""
         if self._steps is not None:
@@ -256,8 +262,8 @@ def decoded(
 class TokenWalk:
     """Walks through the tokens of a text, and gives each one's name, bytes and place for log probabilities.
 
-    A token's name is the text that it adds at its place. So one token may be "the" at the beginning of a text and "
-    the" later, if the tokenizer drops a text's first space.
+    A token's name is the text that it adds at its place. If the tokenizer drops a text's first space, a token that is
+    named " the" elsewhere is named "the" at the beginning of a text.
 
     Args:
         vocabulary: the model's tokens.

@@ -47,7 +47,7 @@ class ImagePrompts:
         tokenizer: the model's tokenizer.
         dtype: the model's dtype, to which the images' tensors are converted.
         processor: the model's image processor; None: there is none, and images are refused.
-        why_not: error message for that case, with the reason and a remedy.
+        why_not: error message if there is no processor, with the reason and a remedy.
         one_at_a_time: a lock that threads hold while they decode a prompt's images and make the prompt, as many large
             images at once would fill the memory.
     """

@@ -97,7 +97,7 @@ def show(
     """Run a decoder and write its text, either as it comes or at its end; an interrupted text is written, too.
 
     Args:
-        run: generates the text. Its argument is a function, which it calls with the new tokens after every decode step.
+        run: generates the text. It gets a function, which it calls with the new tokens after every decode step.
         tokenizer: the model's tokenizer.
         ids: token ids of the prompt.
         pen: writes the text.
