@@ -31,7 +31,10 @@ HEARTBEAT_S = 5.0  # among ranks, which find out by it that one has died while t
 
 
 class Busy(Exception):
-    """Raised by `EngineLoop` when its queue has no room for a text or prompt scoring; the client may retry later."""
+    """Raised by `EngineLoop` when its queue is full; the client may try again later.
+
+    There is one queue for texts to generate, and one for prompts whose tokens' log probabilities are computed.
+    """
 
 
 class Closing(Exception):
@@ -132,9 +135,9 @@ class LiveText:
 
 @dataclass(eq=False)
 class Scoring:
-    """A request for the log probabilities of a prompt's own tokens (`echo` with `logprobs`), for `EngineLoop.score`.
+    """A request for the log probabilities of a prompt's own tokens, for `EngineLoop.score`.
 
-    Only rank 0 computes these log probabilities.
+    Clients ask for them with `echo` and `logprobs`. Only rank 0 computes them.
 
     Args:
         prompt: token ids of the prompt.

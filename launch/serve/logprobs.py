@@ -136,8 +136,8 @@ def chat_logprobs(name: Callable[[int], str], walk: TokenWalk, logprobs: Sequenc
     Args:
         name: returns the name of a token id that was not generated, but is among the likeliest at a position, such as
             `Vocabulary.name`.
-        walk: names the text's own tokens; its next token must be the first one of `logprobs`, and it is moved past the
-            last.
+        walk: names the text's own tokens; its next token must be the first one of `logprobs`. Afterwards its next token
+            is the one after the last.
         logprobs: log probabilities of the next tokens of the text, in order.
     """
 

@@ -30,7 +30,12 @@ class Client:
 
 @dataclass(frozen=True, slots=True)
 class NamedKey:
-    """A client's API key, and the names of the corpora that the client's draft tokens may come from (None: all)."""
+    """A client's API key, and the corpora (files made by `lp corpus`) that the client's draft tokens may come from.
+
+    Attributes:
+        key: the API key.
+        corpora: names of the corpora; None: all that the server has.
+    """
 
     key: str
     corpora: tuple[str, ...] | None = None

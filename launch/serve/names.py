@@ -16,7 +16,7 @@ SNAPSHOT = re.compile(r"(?:^|[/\\])models--(?P<name>[^/\\]+)[/\\]snapshots[/\\][
 
 @dataclass(frozen=True)
 class ModelNames:
-    """The names of a served model: the ones that requests may give in their field `model`, and the ones that it shows.
+    """The names of a served model: those that requests may give in the field `model`, and those that answers show.
 
     Attributes:
         shown: name in the `model` field of answers.

@@ -327,8 +327,9 @@ def resumed_model(loaded: Loaded, decoder: StepDecoder) -> str | None:
 def unfinished_requests(config: AnsweringConfig, model: str | None) -> UnfinishedRequests:
     """Open the folder with a file for each request that has not ended.
 
-    If the config key `journal` names a folder, that one is used, and the files also keep generated tokens. Else the
-    folder is inside LP_RUN_DIR, the files keep no tokens, and there are files only if torchrun restarts failed ranks.
+    If the config key `journal` names a folder, that folder is used, and the files also keep generated tokens. Otherwise
+    the folder is inside LP_RUN_DIR, and its files keep no tokens; without torchrun's restarts there are no files at
+    all.
 
     Args:
         config: has the key `journal`; null: no tokens are kept.

@@ -173,5 +173,5 @@ class ReasoningWatch:
 
     @property
     def found(self) -> str | None:
-        """The stop string that ended the text; None where none has."""
+        """The stop string that ended the text; None if no stop string has."""
         return self._answer.found

@@ -174,7 +174,7 @@ class TextFormat(Fields):
 
 
 class TextOptions(Fields):
-    """The field `text`: options of the answer's text."""
+    """The field `text`: options for the answer's text, of which only its form (`format`) is supported."""
 
     REFUSED: ClassVar[dict[str, str]] = {"verbosity": "say it in the instructions"}
     model_config = ConfigDict(extra="allow")

@@ -389,7 +389,7 @@ class Served:
             raise ApiError(400, message, field.partition(".")[0]) from None
 
     def check_logprobs(self) -> None:
-        """Refuse log probabilities if several ranks share a decode step, as each rank then knows only some of them.
+        """Refuse log probabilities if several ranks share a decode step: each rank then has only some tokens' logits.
 
         Raises:
             ApiError: status 400: there are several ranks.
