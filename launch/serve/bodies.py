@@ -687,7 +687,7 @@ class Message(Fields):
         reasoning_content, reasoning: two names, used by different servers, for an assistant's reasoning before its
             answer; if both are given, reasoning_content counts.
         tool_calls: tool calls that the assistant made.
-        tool_call_id: in a tool's message: id of the tool call that it answers.
+        tool_call_id: id of the tool call that a tool's message answers.
     """
 
     REFUSED = {

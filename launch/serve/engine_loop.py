@@ -227,7 +227,7 @@ class EngineLoop:
             self._changed.notify()
 
     def silent_s(self) -> float:
-        """For how many seconds the loop has not responded, for a watchdog that calls this again and again.
+        """How many seconds the loop has not responded, for a watchdog that calls this again and again.
 
         A call puts a question into the loop's queue, unless an earlier question still waits for its answer. The loop
         answers between two decode steps, or between two forward passes of a scoring, and only if no rank hangs. Any

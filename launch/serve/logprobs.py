@@ -43,7 +43,7 @@ class LegacyLogprobs:
         Args:
             prompt: token ids of the prompt.
             logprobs: log probabilities of all tokens but the first.
-            offsets: for each token, how many characters the prompt's text has before it (`prompt_offsets`); None: the
+            offsets: number of characters that the prompt's text has before each token (`prompt_offsets`); None: the
                 characters are counted in the text that the tokens decode to.
         """
         self._add(prompt[0], None, None)

@@ -250,7 +250,7 @@ def rank_variables(nodes: Sequence[str]) -> list[dict[str, str]]:
     """The environment variables that torchrun would set for each rank: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE.
 
     Args:
-        nodes: for each rank, Ray's id of the node that it runs on.
+        nodes: Ray's ids of the nodes that the ranks run on, one for each rank.
 
     Returns:
         One dict of variables for each rank.
