@@ -1,4 +1,4 @@
-"""The entry point of `python -m launch.batch`."""
+"""The entry point of `python -m launch.batch`, which answers a file of requests."""
 
 import sys
 

@@ -3,8 +3,8 @@
     {"id": "batch_req_5c1f...", "custom_id": "a", "response": {"status_code": 200, "request_id": ..., "body": {...}},
      "error": null}
 
-A line is written once its answer is complete, and counts once it is on the disk (fsync). The id is a digest of the
-request. A last line that a killed process or machine left incomplete is removed.
+A line is written when its answer is complete, and counts as answered once it is on the disk (fsync). The id is a digest
+of the request. If a killed process or machine left the last line incomplete, that line is removed.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ START = b'{"id":"batch_req_'
 
 
 class Answers:
-    """The file of answers: says which requests are answered, and appends new answers safely on the disk.
+    """The file of answers: knows which requests are answered, and appends new answers safely to the disk.
 
     Args:
-        path: the file; created, or read and extended. One process at a time may have it open.
+        path: the file. It is created, or read and extended; only one process at a time may have it open.
         lines: the requests of the batch.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""The app `lp batch`: opens the files, then an engine or connections to servers, and has the requests answered."""
+"""The app `lp batch`: opens the files, then an engine or connections to servers, and gets the requests answered."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def batch(config: BatchConfig) -> None:
-    """Answer a file of requests; those that an earlier run has answered are not sent again.
+    """Answer a file of requests, leaving out those that an earlier run has answered.
 
     Args:
-        config: this job's config.
+        config: the app's config.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C or SIGTERM came; started again, the same command answers the rest.
-        ValueError: a user error.
+        KeyboardInterrupt: Ctrl-C or SIGTERM came; the same command, started again, answers the rest.
+        ValueError: a setting or a file can't be used; the message has the remedy.
     """
     with sigterm_raises():
         _batch(config)

@@ -24,9 +24,10 @@ class Asked(NamedTuple):
     """A request that has been sent and is not answered yet.
 
     Attributes:
-        place: the engine or server that has it.
+        place: the engine or server that has the request.
         request: the request.
-        trusted: whether a failure there would be blamed on the request: the place worked before, or no place works.
+        trusted: whether a failure of the place now counts against the request: the place had worked before, or no place
+            works.
     """
 
     place: Place
@@ -40,15 +41,15 @@ Asking = dict[asyncio.Task[Reply | Later], Asked]
 class Dispatch:
     """Sends every unanswered request to an engine or server, and writes the answers.
 
-    A request whose server fails is sent again. If servers fail MOST_FAILURES times while they have that request alone,
-    it gets an error as its answer.
+    A request is sent again if its server fails. Once servers have failed MOST_FAILURES times while they had only this
+    request, it gets an error as its answer.
 
     Args:
         lines: the requests.
         answers: the file of answers.
-        places: where requests can be sent: this process' engine, or servers.
-        progress: shows how many are answered.
-        timeout_s: seconds without any working place until the run ends with an error; 0 waits forever.
+        places: engines and servers that requests can be sent to: this process' engine, or servers.
+        progress: shows how many requests are answered.
+        timeout_s: seconds without any working place after which the run ends with an error; 0 waits forever.
         drain_s: seconds that requests under way may still take after `stop`.
     """
 
@@ -81,9 +82,9 @@ class Dispatch:
         return self._stops_s is not None
 
     def stop(self) -> None:
-        """Send no more requests, and give those under way `drain_s` seconds; called a second time, end them at once.
+        """Send no more requests, and give those under way `drain_s` seconds; a second call ends them at once.
 
-        Called on the event loop, by the signal handler.
+        The signal handler calls this on the event loop.
         """
         self._stops_s = time.monotonic() + (0 if self.stopped else self._drain_s)
         for place in self._places:
@@ -95,8 +96,8 @@ class Dispatch:
 
         Raises:
             OSError: the file of answers cannot be written.
-            ValueError: no place has worked for `timeout_s`, or a server refuses the API key.
-            BaseException: the error with which this process' engine has failed.
+            ValueError: no engine or server has worked for `timeout_s` seconds, or a server refuses the API key.
+            BaseException: the error that this process' engine failed with.
         """
         try:
             while self._goes_on():
@@ -230,11 +231,14 @@ class Dispatch:
 
 
 def record(line: Line, reply: Reply | BadLine) -> dict[str, Any]:
-    """Make the line of the file of answers for one request.
+    """Make the line that answers one request, for the file of answers.
 
     Args:
         line: the request's line in the input.
         reply: the answer, or the reason why the request has none.
+
+    Returns:
+        The line as a dict, in OpenAI's batch format.
     """
     response, error = None, None
     if isinstance(reply, Reply):

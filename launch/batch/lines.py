@@ -1,8 +1,9 @@
-"""The file of requests: OpenAI's batch format, one JSON object a line.
+"""The file of requests, in OpenAI's batch format: one JSON object a line.
 
     {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x = ", "max_tokens": 8}}
 
-The file is read once to find its lines, and each line again when it is sent, so it may be larger than memory.
+The file is read once to find its lines. Each line is read again when it is sent, so that the file may be larger than
+memory.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class Line(NamedTuple):
-    """Where a request stands in the input file, and its id; kept for every line that is not blank.
+    """Where a request is in the input file, and its ids; kept for every line that is not blank.
 
     Attributes:
         number: the line's number, from 1.
-        offset: bytes before the line.
-        size: bytes of the line.
-        key: digest of the request, as in "batch_req_5c1f..."; the id of its answer.
-        custom_id: the name that its author gave it; None where the line has none.
+        offset: number of bytes before the line.
+        size: number of bytes in the line.
+        key: digest of the request, such as "batch_req_5c1f...", which is the id of its answer.
+        custom_id: the name that the request's author gave it; None if the line has none.
     """
 
     number: int
@@ -42,12 +43,12 @@ class Line(NamedTuple):
 
 
 class BadLine(Exception):
-    """A line is no valid request, or no server answered it; this error becomes its answer, and the batch goes on.
+    """An error that becomes a request's answer, as its line is not valid or servers failed on it; the batch continues.
 
     Args:
-        code: error code for programs, as OpenAI's batches have it: "invalid_url".
-        message: names the value and the remedy.
-        param: the field at fault; None for the whole line.
+        code: error code for programs, as in OpenAI's batches, such as "invalid_url".
+        message: the text of the error, with the value and the remedy.
+        param: the field at fault; None: the whole line is.
     """
 
     def __init__(self, code: str, message: str, param: str | None = None) -> None:
@@ -58,15 +59,15 @@ class BadLine(Exception):
 
 @dataclass(eq=False)
 class Request:
-    """A request that is read and checked, with what is known of failures while servers had it.
+    """A request that was read and checked, with what is known about servers that failed while they had it.
 
     Args:
-        line: its line in the input file.
-        url: path of the endpoint, as in "/v1/completions".
+        line: the request's line in the input file.
+        url: path of the endpoint, such as "/v1/completions".
         body: body of the HTTP request, JSON.
-        failures: how many servers failed while they had this request alone.
-        most_together: most requests, this one included, that its next server may have at a time, to find out which
-            request makes servers fail; 0 for no limit.
+        failures: how many times a server failed while it had only this request.
+        most_together: most requests, including this one, that the next server may have at a time. It is lowered to find
+            out which request makes servers fail; 0: no limit.
     """
 
     line: Line
@@ -77,16 +78,16 @@ class Request:
 
 
 class Lines:
-    """The index of an input file: a `Line` for each request, which `request` reads when it is to be sent.
+    """An index of the input file: for each request a `Line` with its place, from which `request` reads it later.
 
     Args:
-        path: the file.
+        path: the input file.
 
     Attributes:
-        lines: all requests, in the order of the file.
+        lines: one entry for each request, in the order of the file.
 
     Raises:
-        ValueError: the file cannot be read, cannot be read twice (a pipe), has no lines, or two with one custom_id.
+        ValueError: the file cannot be read, cannot be read twice (a pipe), has no lines, or has two with one custom_id.
     """
 
     def __init__(self, path: Path) -> None:
@@ -107,7 +108,7 @@ class Lines:
             raise UserError(f"{path} has no requests; write one JSON object a line")
 
     def request(self, line: Line) -> Request:
-        """Read a line again and check it.
+        """Read a request from its line in the file again, and check it.
 
         Args:
             line: an element of `lines`.

@@ -3,7 +3,7 @@
     pip install 'lm_eval[api]'
     python -m lp.launch.batch.lm_eval --model lp-batch --tasks questions.yaml --model_args pretrained=FOLDER
 
-The command is lm_eval's own, which knows the model `lp-batch` besides (in a clone: `launch.batch.lm_eval`).
+The command is lm_eval's own, to which the model `lp-batch` is added (in a clone: `launch.batch.lm_eval`).
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ ALL = sys.maxsize  # requests at a time
 
 @register_model("lp-batch")
 class BatchModel(LocalCompletionsAPI):
-    """lm_eval's model `lp-batch`: sends the requests of its model `local-completions` through `lp batch`.
+    """lm_eval's model `lp-batch`: makes the requests of lm_eval's `local-completions`, but answers them by `lp batch`.
 
     Args:
         pretrained: the model's folder or its name on the hub.
-        dtype: dtype of the weights by name, as in "bfloat16".
-        device: where the model computes, as in "cuda:1"; None takes lp's default.
-        batch_size: ignored: one file has all requests.
+        dtype: dtype of the weights by name, such as "bfloat16".
+        device: where the model computes, such as "cuda:1"; None takes lp's default.
+        batch_size: ignored, as one file has all requests.
         max_batch_size: ignored.
-        max_length: most tokens of a prompt and its answer.
-        overrides: further config keys of `lp batch`, as in max_sequences=16.
+        max_length: most tokens of a prompt and its answer together.
+        overrides: further config keys of `lp batch`, such as max_sequences=16.
     """
 
     def __init__(
@@ -64,12 +64,12 @@ class BatchModel(LocalCompletionsAPI):
     def model_call(
         self, messages: Any, *, generate: bool = True, gen_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """Answer prompts by one run of `lp batch`; lm_eval calls it in place of an HTTP request.
+        """Answer prompts by one run of `lp batch`; lm_eval calls this in place of sending an HTTP request.
 
         Args:
             messages: the prompts.
-            generate: whether text is generated, and not only scored.
-            gen_kwargs: lm_eval's generation settings, as in {"max_gen_toks": 64}.
+            generate: whether to generate text. False: the prompts' own tokens are scored.
+            gen_kwargs: lm_eval's generation settings, such as {"max_gen_toks": 64}.
             kwargs: passed on to lm_eval's own code that makes the request's body.
 
         Returns:
@@ -92,11 +92,11 @@ class BatchModel(LocalCompletionsAPI):
 
 
 def answered(bodies: Sequence[dict[str, Any]], overrides: Sequence[str]) -> list[dict[str, Any]]:
-    """Run `lp batch` on some bodies of /v1/completions, and return the first choice of each answer, in order.
+    """Run `lp batch` on requests to /v1/completions, and return the first choice of each answer, in order.
 
     Args:
         bodies: bodies of the requests, each with one prompt.
-        overrides: config overrides of `lp batch`, as in ["model=hf", "model.name=gpt2"].
+        overrides: config overrides for `lp batch`, such as ["model=hf", "model.name=gpt2"].
 
     Raises:
         ValueError: a request was refused; the message has the reason.

@@ -1,4 +1,4 @@
-"""Places that answer requests: the engine of this process, and servers with OpenAI's endpoints."""
+"""Places that requests of a batch can be sent to: the engine of this process, and servers with OpenAI's endpoints."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ SHOWN = 200  # characters of a body that is no JSON
 
 
 class Reply(NamedTuple):
-    """An answer to a request, also one that is an error of the request's own.
+    """The answer to a request; it may be an error that the request itself is to blame for.
 
     Attributes:
         status: HTTP status code.
         body: the answer's JSON, or an error in OpenAI's form.
-        request_id: the server's id of the request; None where it gives none.
+        request_id: the server's id for the request; None if the server gives none.
     """
 
     status: int
@@ -43,11 +43,11 @@ class Reply(NamedTuple):
 
 
 class Later(NamedTuple):
-    """A place did not answer a request, which is to be sent again, there or elsewhere.
+    """Returned in place of an answer: the request is to be sent again, to this or another engine or server.
 
     Attributes:
         why: the reason, for messages.
-        under_way: whether the place had begun on the request, so that the request may be why it failed.
+        under_way: whether the engine or server may have begun on the request, so that the request may be the cause.
     """
 
     why: str
@@ -55,17 +55,17 @@ class Later(NamedTuple):
 
 
 class Place:
-    """Base class of whatever answers requests: it knows how many it can take, and sends one on.
+    """Base class of an engine or server that requests are sent to, with the number of requests that it can take.
 
     Args:
-        name: what messages call it, as in the server's address.
+        name: its name in messages, such as the server's address.
         client: HTTP client that sends requests to it.
 
     Attributes:
-        busy: requests that it has now.
+        busy: number of requests that it has now.
         most_at_once: most requests that it had at a time since it last had none.
-        seen_s: when it was last known to take requests, by time.monotonic().
-        trouble: what was wrong with it last; empty if nothing was.
+        seen_s: the last time at which it was known to take requests, by time.monotonic().
+        trouble: its last problem, for messages; "" once it has answered a request again.
     """
 
     def __init__(self, name: str, client: httpx.AsyncClient) -> None:
@@ -77,11 +77,11 @@ class Place:
 
     @property
     def free(self) -> int:
-        """How many more requests it takes now; 0 or less for none."""
+        """How many more requests this engine or server takes now; 0 or less: none."""
         raise NotImplementedError
 
     async def ask(self, request: Request) -> Reply | Later:
-        """Send a request and wait for its answer.
+        """Send a request to this engine or server, and wait for the answer.
 
         Args:
             request: the request to send.
@@ -92,17 +92,17 @@ class Place:
         raise NotImplementedError
 
     def drain(self) -> None:
-        """Prepare to stop: no more requests come, those that the place has may end."""
+        """Prepare to stop: no more requests will come, but those that were sent may be finished."""
 
     def abandon(self) -> None:
-        """End the requests that the place still has."""
+        """Cut off the requests that were sent and are not answered yet."""
 
 
 class OwnEngine(Place):
-    """The engine of this process as a place, called through the endpoints of `lp serve` without a network.
+    """The engine of this process, which answers a batch's requests through `lp serve`'s endpoints, without a network.
 
     Args:
-        app: the ASGI application of the endpoints.
+        app: the ASGI application with the endpoints.
         loop: the loop that runs the engine.
     """
 
@@ -117,7 +117,7 @@ class OwnEngine(Place):
         return self._most - self.busy
 
     async def ask(self, request: Request) -> Reply | Later:
-        """Send a request and wait for its answer.
+        """Send a request to the engine, and wait for the answer.
 
         Args:
             request: the request to send.
@@ -126,7 +126,7 @@ class OwnEngine(Place):
             The answer, or a `Later` if the engine is shutting down.
 
         Raises:
-            BaseException: the error with which the engine has failed.
+            BaseException: the error that the engine failed with.
         """
         answer = await _post(self.client, request)
         if self._loop.failure and answer.status_code != 200:
@@ -142,15 +142,16 @@ class OwnEngine(Place):
 
 
 class Server(Place):
-    """A server with OpenAI's endpoints as a place: one of `lp serve`, or another engine's.
+    """A server with OpenAI's endpoints that answers a batch's requests: one of `lp serve`, or another engine's.
 
-    It takes requests after a health check (`look`). After a failure it rests, longer each time, before the next check.
+    It gets requests only after a health check (`look`). After each failure it gets none for a while, longer each time,
+    and is then checked again.
 
     Args:
-        url: its address without /v1, as in "http://a:8000".
-        api_key: its API key; None for none.
-        slots: requests that it computes at a time, unless its /props says how many.
-        timeout_s: seconds that a request may take; 0 for no limit.
+        url: the server's address without /v1, such as "http://a:8000".
+        api_key: the server's API key; None: it needs none.
+        slots: how many requests the server computes at a time, unless its /props says otherwise.
+        timeout_s: seconds that a request may take; 0: no limit.
         transport: httpx transport, for tests; None takes the network.
     """
 
@@ -189,14 +190,14 @@ class Server(Place):
     def is_due(self) -> bool:
         """Whether it is time for a health check (`look`).
 
-        The server must not rest, and must have failed since the last check, or that check is more than LOOK_S seconds
-        old.
+        It is time if the pause after a failure is over, and either the server has failed since the last check, or that
+        check is more than LOOK_S seconds old.
         """
         now_s = time.monotonic()
         return now_s >= self._rests_until_s and (not self._works or now_s - self._looked_s > LOOK_S)
 
     async def ask(self, request: Request) -> Reply | Later:
-        """Send a request and wait for its answer.
+        """Send a request to the server, and wait for the answer.
 
         Args:
             request: the request to send.
@@ -228,9 +229,9 @@ class Server(Place):
         return _reply(answer)
 
     async def look(self) -> None:
-        """Check the server's health, and learn how many requests it takes and how many other clients have sent.
+        """Check the server's health, and learn how many requests it takes and how many it has from other clients.
 
-        It asks /ready and /metrics, and /props after a failure. The result shows in `free` and `trouble`.
+        This asks /ready and /metrics, and after a failure also /props. The result shows in `free` and `trouble`.
 
         Raises:
             ValueError: the server refuses the API key, or redirects to another address.
@@ -309,7 +310,7 @@ class Server(Place):
 
 
 def retry_after_s(answer: httpx.Response) -> float | None:
-    """Seconds until a server wants to be asked again, from the header Retry-After; None without a usable one.
+    """Seconds until a server wants to be asked again, from its answer's header Retry-After; None without a usable one.
 
     Args:
         answer: the server's answer; the header may hold seconds or a date.
@@ -329,10 +330,10 @@ def server_urls(given: list[str]) -> list[str]:
     """Check the addresses in the config key `servers`, and return them without /v1 at the end.
 
     Args:
-        given: addresses, as in ["http://a:8000/v1"].
+        given: addresses, such as ["http://a:8000/v1"].
 
     Raises:
-        ValueError: a value that is no address, or one that is given twice.
+        ValueError: a value is no address, or an address is given twice.
     """
     urls = [url.rstrip("/").removesuffix("/v1") for url in given]
     for url in urls:

@@ -15,12 +15,14 @@ LOGGED_S = 60.0
 
 
 class BatchProgress:
-    """Shows how many requests are answered, and counts tokens and decode steps for the summary; a context manager.
+    """Shows on stderr how many requests are answered, and counts tokens and decode steps for the summary.
+
+    It is a context manager: the progress bar is shown while it is open.
 
     Args:
-        total: requests in the input file.
-        done: requests that earlier runs have answered.
-        failed: how many of those answers are errors.
+        total: number of requests in the input file.
+        done: number of requests that earlier runs have answered.
+        failed: how many of these answers are errors.
         file: name of the file of answers, for the summary.
     """
 
@@ -49,8 +51,8 @@ class BatchProgress:
 
         Args:
             replies: the new answers; None for a request that got an error instead.
-            done: answers in the file by now.
-            failed: how many of them are errors.
+            done: number of answers that the file has by now.
+            failed: how many of all its answers are errors.
         """
         for reply in replies:
             usage = reply.body.get("usage") if reply else None
@@ -61,10 +63,10 @@ class BatchProgress:
         self.say("")
 
     def say(self, trouble: str) -> None:
-        """Update the bar, or print a line if LOGGED_S seconds have passed since the last.
+        """Update the bar; in a log, print a line if the last one is more than LOGGED_S seconds old.
 
         Args:
-            trouble: what is wrong now, as in "waiting for a server"; empty if nothing is.
+            trouble: the current problem, such as "waiting for a server"; "" if there is none.
         """
         told = ", ".join(filter(None, [f"{self._rate:.0f} tokens/s", self._errors(), trouble]))
         self._bar.update(self._task, completed=self.done, description=told)
@@ -74,7 +76,10 @@ class BatchProgress:
             print(f"answered {self.done:,} of {self.total:,}, {told}", file=sys.stderr, flush=True)
 
     def summary(self) -> str:
-        """The run's result in a line: "8 of 8 requests are answered in out.jsonl; 640 tokens, 52 tokens/s; S 2.10"."""
+        """The run's result in one line, with S, the mean number of tokens that a decode step adds.
+
+        An example is "8 of 8 requests are answered in out.jsonl; 640 tokens, 52 tokens/s; S 2.10".
+        """
         figures = [f"{self.done:,} of {self.total:,} requests are answered in {self._file}"]
         if self._before:
             figures.append(f"{self._before:,} of them by an earlier run")

@@ -1,4 +1,4 @@
-"""`python -m launch.serve`."""
+"""The entry point of `python -m launch.serve`, which starts the HTTP server."""
 
 import sys
 

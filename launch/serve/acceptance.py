@@ -1,8 +1,8 @@
-"""Counts of drafted and accepted tokens under vLLM's names, for responses and for `/metrics`.
+"""Figures of speculative decoding under vLLM's names: how many tokens were drafted, and how many of them accepted.
 
-As in vLLM, only steps that drafted something count. A step's draft tokens are the nodes of its draft tree, and those
-tokens of its lookahead window that were accepted. The names are those of vLLM 0.32's `metrics.speculative_decoding`
-(--per-request-spec-decode-metrics summary), which load tools such as AIPerf read.
+Responses and `/metrics` report these figures. As in vLLM, decode steps that drafted nothing are left out. The names are
+those of vLLM 0.32's `metrics.speculative_decoding` (--per-request-spec-decode-metrics summary), which load generators
+such as AIPerf read.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from lp.engine.output import StepStats
 
 
 def draft_tokens(steps: Iterable[StepStats]) -> int:
-    """Number of tokens that the decode steps drafted, for counters and acceptance rates.
+    """Count the tokens that decode steps drafted, for counters and acceptance rates.
 
-    A step counts the larger of its draft tokens and its accepted tokens, as accepted tokens of the lookahead window
-    are not among its draft tokens: a rate of accepted tokens is then at most 1.
+    Each step adds the larger of its numbers `num_draft` and `accepted`: accepted tokens of the lookahead window are not
+    in `num_draft`, and an acceptance rate must not exceed 1.
 
     Args:
-        steps: statistics of the decode steps.
+        steps: statistics of the decode steps to add up.
     """
     return sum(max(step.num_draft, step.accepted) for step in steps)
 
@@ -34,9 +34,10 @@ def acceptance(steps: Sequence[StepStats]) -> dict[str, Any]:
             out.
 
     Returns:
-        vLLM's fields by name. `mean_acceptance_length` is the mean number of tokens that a step added, bonus token
-        included; `draft_acceptance_rate` is accepted by drafted tokens; `acceptance_histogram[j]` is the number of
-        steps that accepted j draft tokens; `num_spec_tokens` is None, as steps draft different numbers of tokens.
+        Values by vLLM's field names. `mean_acceptance_length` is the mean number of tokens that a step added, bonus
+        token included. `draft_acceptance_rate` is the number of accepted tokens divided by that of drafted ones.
+        `acceptance_histogram[j]` is the number of steps that accepted j draft tokens. `num_spec_tokens` is None, as
+        steps draft different numbers of tokens.
     """
     drafted = [step for step in steps if step.num_draft or step.accepted]
     accepted = Counter(step.accepted for step in drafted)

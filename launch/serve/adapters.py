@@ -1,4 +1,4 @@
-"""LoRA adapters that a server has beside its model: clients choose one by giving its name as the model's name."""
+"""LoRA adapters that a server loads beside its model; a request names one of them in its field `model`."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def adapter_folders(given: object) -> dict[str, str]:
     """Check the type of the server's setting `adapters`, and return it as a dict.
 
     Args:
-        given: the setting as it was read: a mapping of names to folders, such as {"sql": "/models/sql"}, or None.
+        given: value of the setting: a mapping of adapter names to folders, such as {"sql": "/models/sql"}, or None.
 
     Returns:
-        Folder of each adapter, by its name; {} for None.
+        Folder of each adapter, by the adapter's name; {} for None.
 
     Raises:
         ValueError: `given` is neither None nor a mapping of strings to strings.
@@ -40,16 +40,16 @@ def adapter_folders(given: object) -> dict[str, str]:
 
 
 def check_adapters(folders: Mapping[str, str], others: frozenset[str]) -> None:
-    """Refuse adapters that can't be loaded, before the model is loaded, which takes long.
+    """Check the folders of LoRA adapters before the model is loaded, so that a mistake shows at once.
 
     Args:
-        folders: folder of each adapter, by its name.
-        others: names that clients call the model itself, which no adapter may have.
+        folders: folder of each adapter, by the adapter's name.
+        others: names by which clients ask for the model itself; no adapter may have one of them.
 
     Raises:
         ValueError: peft is not installed; a name is the model's, or not up to 64 ASCII letters, digits, "_" and "-"; a
-            folder lacks a file that PEFT saves, or its adapter_config.json is no JSON; or an adapter's
-            init_lora_weights means that it changes the model's own weights.
+            folder lacks a file that PEFT saves, or its adapter_config.json is no JSON; or an adapter was made with an
+            init_lora_weights that changes the model's own weights, such as "pissa".
     """
     if folders and not is_installed("peft"):
         raise UserError(f"adapters needs peft; install the extra: {install_command('adapters')}")
@@ -84,15 +84,15 @@ def _config(name: str, folder: str) -> dict[str, Any]:
 
 
 def load_adapters(model: PreTrainedModel, folders: Mapping[str, str]) -> None:
-    """Load LoRA adapters into the served model, and leave all of them off: each request turns its own one on.
+    """Load LoRA adapters into the served model, all of them switched off; each request turns on its own one.
 
     Args:
         model: the loaded model, changed in place.
-        folders: folder of each adapter, by its name.
+        folders: folder of each adapter, by the adapter's name.
 
     Raises:
-        ValueError: the model has an adapter already; a name is also one of the model's modules; peft can't load an
-            adapter, or its weights do not fit the model; or it can't be applied to single requests
+        ValueError: the model has an adapter already; an adapter has the name of one of the model's modules; peft can't
+            load an adapter, or its weights do not fit the model; or an adapter can't be applied to single requests
             (`check_text_adapter`).
     """
     if folders and getattr(model, "peft_config", None):

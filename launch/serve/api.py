@@ -1,6 +1,6 @@
-"""The server's ASGI application: all routes, errors in OpenAI's form, and checks of each request before its route.
+"""The server's ASGI application: all routes, errors in OpenAI's form, and checks of each request.
 
-The checks are of the API key, of the host name that the request calls the server by, and of the body's size.
+A request's API key, Host header and body size are checked before its route runs.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ def build_app(
     models_key: bool = True,
     named_keys: Mapping[str, NamedKey] | None = None,
 ) -> Any:
-    """Build the server's ASGI application: all endpoints behind the checks of key, host name and body size.
+    """Build the server's ASGI application: all endpoints, and checks of each request's key, Host header and body size.
 
     Args:
         served: the model that the endpoints generate with.
-        api_key: the key that clients must send as "Authorization: Bearer KEY"; None: no such key.
-        max_body_bytes: the largest body of a request, in bytes.
-        host: the address that the server listens at. Where it is one of LOOPBACK, requests without a valid key must
-            also have one of LOOPBACK as their Host header: else a web page could reach the server by a name of its own.
+        api_key: the key that clients must send as "Authorization: Bearer KEY"; None: there is no such key.
+        max_body_bytes: the largest request body that is accepted, in bytes.
+        host: the address that the server listens at. If it is a loopback address, a request without a valid key must
+            also have 127.0.0.1, ::1 or localhost as its Host header, which protects against DNS rebinding by web pages.
         metrics_key: whether /metrics needs a key, if the server has keys.
         models_key: whether the list of models needs a key, if the server has keys.
-        named_keys: further valid keys, by the name of the client that each belongs to; None: no such keys. With neither
-            these nor `api_key`, no request needs a key.
+        named_keys: further valid keys, by the name of the client that each belongs to; None: there are none. If neither
+            `api_key` nor `named_keys` is given, no request needs a key.
 
     Returns:
         The application: a `Guard` around a FastAPI application.
@@ -112,21 +112,19 @@ async def _failure(request: Request, error: Exception) -> JSONResponse:
 
 
 class Guard:
-    """ASGI application around the endpoints: it refuses requests by their key, host name or body before a route runs.
-
-    It also counts all responses in the server's metrics.
+    """ASGI middleware that checks each request's key, Host header and body size, and counts all responses.
 
     Args:
-        app: the application with the endpoints, which gets the requests that are let through.
+        app: the application with the endpoints; it gets the requests that pass the checks.
         served: the served model, whose metrics count the responses.
         keys: the valid API keys, each with the client that it belongs to; empty: requests need no key.
-        max_body_bytes: the largest body of a request, in bytes.
-        by_any_name: whether the Host header may be anything. If not, a request without a valid key must have one of
-            LOOPBACK there, but for OPEN_PATHS of a server with keys.
-        open_paths: paths that are answered without a key, such as "/health".
+        max_body_bytes: the largest request body that is accepted, in bytes.
+        by_any_name: whether the Host header may be anything. If False, a request without a valid key must have
+            127.0.0.1, ::1 or localhost there; if the server has keys, paths such as "/health" (OPEN_PATHS) are exempt.
+        open_paths: paths that need no key.
 
     Attributes:
-        BODY_TIMEOUT_S: seconds that a whole body may take to come; later ones are refused with 408.
+        BODY_TIMEOUT_S: seconds within which a request's whole body must arrive; else it is answered with status 408.
     """
 
     BODY_TIMEOUT_S = 30.0  # for a whole body: a client that sends it byte by byte must not hold a connection for ever

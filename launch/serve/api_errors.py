@@ -15,9 +15,9 @@ CODES = {401: "invalid_api_key", 413: "request_too_large", 429: "rate_limit_exce
 
 
 class FieldError(UserError):
-    """A validator of a request's body raises it: fields that do not fit together, or a field that is not supported.
+    """Raised by the validators of request bodies: a field is not supported, or fields contradict each other.
 
-    It becomes a response with status 400 (`of_validation`).
+    The client gets a response with status 400, which `of_validation` makes.
 
     Args:
         param: name of the body's field that is at fault, such as "best_of".
@@ -30,13 +30,14 @@ class FieldError(UserError):
 
 
 class ApiError(Exception):
-    """An endpoint raises it to answer a request with an error in OpenAI's form.
+    """Raised by an endpoint to answer a request with an error in OpenAI's form.
 
     Args:
         status: HTTP status of the response, such as 400.
         message: the text for the client, with the value, the limit and the remedy.
-        param: name of the body's field that is at fault; None if it is no field.
-        code: error code for programs, such as "invalid_api_key"; None: the code of the status in CODES, if it has one.
+        param: name of the body's field that is at fault; None if no single field is.
+        code: error code for programs, such as "invalid_api_key"; None: the usual code of the status, if it has one
+            (CODES).
         headers: further headers of the response.
     """
 
@@ -65,8 +66,8 @@ def of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """Turn pydantic's errors about a request's body into one error of status 400 that names the field and its value.
 
     Args:
-        errors: the errors as `RequestValidationError.errors()` gives them, one or more. The first one is reported;
-            for a field that takes several types, with what each type would have needed.
+        errors: the errors as `RequestValidationError.errors()` gives them, one or more. Only the first one is reported.
+            If its field takes several types, the message says what is wrong for each of them.
     """
     first = errors[0]
     path = [part for part in first["loc"] if part != "body"]

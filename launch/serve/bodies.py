@@ -1,7 +1,7 @@
 """The bodies of requests as pydantic models: a value of a wrong type or out of range is refused with its field's name.
 
-Unknown fields are ignored, as editors send settings of other servers along. But a field that would change the generated
-text, and that this server does not support, is refused (`Fields.REFUSED`).
+Unknown fields are ignored, as editors also send settings that only other servers have. But a field that would change
+the generated text, and that this server does not support, is refused (`Fields.REFUSED`).
 """
 
 from __future__ import annotations
@@ -167,12 +167,12 @@ def _asks(name: str, value: Any) -> bool:
 
 
 class Fields(BaseModel):
-    """Base class of all objects in bodies: a null counts as a field left out, as many clients send nulls.
+    """Base class of all JSON objects in request bodies; a field that is null counts as left out.
 
     Attributes:
-        REFUSED: fields that are refused where they ask for something, as they would change the text and are not
-            supported; each with the remedy that the error names, as in {"num_return_sequences": "give n"}. A class
-            that refuses any must keep extra fields (extra="allow").
+        REFUSED: fields that are not supported and would change the generated text, each with the remedy that the error
+            message names, as in {"num_return_sequences": "give n"}. Such a field is accepted only with a value that
+            changes nothing, such as 0 or false. A class that refuses fields must keep extra fields (extra="allow").
     """
 
     REFUSED: ClassVar[dict[str, str]] = {}
@@ -199,7 +199,7 @@ class Fields(BaseModel):
 
 
 class Body(Fields):
-    """Base class of the body of a request: it takes unknown fields, and refuses NaN and infinity."""
+    """Base class of whole request bodies: unknown fields are accepted, while NaN and infinity are refused."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
@@ -254,19 +254,20 @@ def _in_range(name: str, value: float) -> float:
 
 
 class Generated(Body):
-    """Base class of the bodies of all endpoints that generate text: the fields that they have in common.
+    """Base class of the request bodies of all endpoints that generate text, with the fields that all of these have.
 
-    Settings that other servers and libraries have are refused where they would change the text.
+    Settings that other servers and libraries have are refused if they would change the text.
 
     Attributes:
-        PROMPT: name of the body's field with the prompt, for errors: "prompt" or "messages".
-        max_new_tokens: most tokens to generate, by transformers' name; None: the endpoint's own field, or the server's
-            limit.
-        stop: the generated text ends before the first of these strings.
+        PROMPT: name of the field that holds the prompt, for error messages, such as "prompt" or "messages".
+        max_new_tokens: most tokens to generate, under transformers' name; None: the endpoint's own field counts, such
+            as max_tokens, or else the server's limit.
+        stop: strings that end the generated text, which then ends before the string.
         stream: whether the answer comes in pieces, as server-sent events.
-        samplers: names of the samplers that apply, as in llama.cpp, such as ["top_k", "temperature"]; None: all.
-        ignore_eos: whether the text goes on behind an EOS.
-        corpora: names of the server's corpora that draft tokens may come from; None: all that the client may use.
+        samplers: names of the sampling methods to apply, as in llama.cpp, such as ["top_k", "temperature"]; None: all.
+        ignore_eos: whether generation continues after an EOS token.
+        corpora: names of the server's corpora (files made by `lp corpus`) that draft tokens may come from; None: all
+            that the client may use.
     """
 
     PROMPT: ClassVar[str] = "prompt"
@@ -324,22 +325,26 @@ class Generated(Body):
 
     @property
     def grammar_given(self) -> tuple[str, str] | None:
-        """(kind, text) of the grammar that the text must follow, as `Grammars.grammar` takes it; None: any text."""
+        """Kind and source of the grammar for the generated text, such as ("regex", "[0-9]+"); None: no grammar."""
         return None
 
     @property
     def grammar_field(self) -> str:
-        """Name of the body's field that asks for a grammar, such as "response_format.regex", for errors."""
+        """Name of the request's field that sets the grammar, for error messages; "" if the endpoint has none."""
         return ""
 
     @property
     def images(self) -> list[ImageUrl]:
-        """Images in the prompt, in order; only a chat has any."""
+        """Images in the prompt, in order; empty unless the request is a chat."""
         return []
 
     @property
     def sampling_given(self) -> dict[str, Any]:
-        """Fields of lp.SamplingParams that the client sets, by name; those left out of `samplers` are set neutral."""
+        """The sampling settings that the client sets, by their field names in lp.SamplingParams.
+
+        If the request has a list `samplers`, the settings of all other samplers get the values that switch them off.
+        Fields that the client leaves open are missing.
+        """
         neutral = SamplingParams()
         given = {}
         for name, sampler in CHAINED.items():
@@ -354,10 +359,10 @@ class Generated(Body):
         return given
 
     def samples_by(self, name: str) -> bool:
-        """Whether a sampler applies to this request: `samplers` names it, or is not given.
+        """Whether a sampling method applies to this request: its field `samplers` names the method, or is not given.
 
         Args:
-            name: one of SAMPLERS' values, such as "top_k" or "penalties".
+            name: llama.cpp's name of the method, such as "top_k" or "penalties" (SAMPLERS has all).
         """
         return self.samplers is None or name in self.samplers
 
@@ -372,13 +377,15 @@ class Generated(Body):
 
 
 class Sampled(Generated):
-    """Base class of the bodies of OpenAI's endpoints: how tokens are sampled. None takes the server's own setting.
+    """Base class of the request bodies of OpenAI's endpoints, with the fields that control sampling.
+
+    A field that is None takes the server's own setting.
 
     Attributes:
-        top_k: sample among so many likeliest tokens; 0 and -1: among all.
-        repetition_penalty, repeat_penalty: one setting, by transformers' and by llama.cpp's name.
-        repeat_last_n: how many of the last tokens the penalties look at; -1: all; 0: none, so no penalty.
-        logit_bias: added to a token's logit, by the token's id as a string, as in {"50256": -100}.
+        top_k: sample among this number of likeliest tokens; 0 and -1: among all.
+        repetition_penalty, repeat_penalty: two names of one setting, transformers' and llama.cpp's.
+        repeat_last_n: how many of the last tokens the penalties look at; -1: all; 0: none, so that no penalty applies.
+        logit_bias: numbers to add to tokens' logits, by token id as a string, as in {"50256": -100}.
     """
 
     temperature: Annotated[float, Field(ge=0, le=2), NotTooCold] | None = None
@@ -424,7 +431,7 @@ class Sampled(Generated):
 
 
 class StreamOptions(Fields):
-    """OpenAI's stream_options; with `include_usage`, a streamed answer ends with the counts of its tokens."""
+    """OpenAI's stream_options; with `include_usage`, the last event of a streamed answer has the token counts."""
 
     include_usage: Bool = False
 
@@ -442,11 +449,12 @@ class ResponseFormat(Fields):
     """OpenAI's response_format: constrains the generated text to JSON, a JSON schema, a grammar or a regex.
 
     Attributes:
-        type: the kind of constraint; "text": none.
+        type: the kind of constraint; "text" allows any text.
         json_schema: with type "json_schema": an object whose "schema" is the JSON schema.
         grammar: with type "grammar": rules in EBNF (llama.cpp's GBNF).
         regex: with type "regex": a regular expression that the whole text matches.
-        form: field "schema", with type "json_object": a JSON schema, as in llama.cpp; None: any object.
+        form: the request's field "schema", allowed with type "json_object": a JSON schema, as in llama.cpp; None: any
+            JSON object may be generated.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -475,7 +483,7 @@ class ResponseFormat(Fields):
 
     @property
     def grammar_given(self) -> tuple[str, str] | None:
-        """(kind, text) of the constraint for `Grammars.grammar`, such as ("regex", "[0-9]+"); None: no constraint."""
+        """Kind and source of the grammar for the generated text, such as ("regex", "[0-9]+"); None: no grammar."""
         if self.type == "json_object":
             return "json_schema", json.dumps(self.form or {"type": "object"})
         if self.type == "json_schema":
@@ -488,9 +496,9 @@ class OpenAI(Sampled):
     """Base class of the bodies of /v1/completions and /v1/chat/completions.
 
     Attributes:
-        model: name of the model or of a LoRA adapter; None: the model.
+        model: name of the served model or of one of its LoRA adapters; None: the model.
         n: how many texts to generate for each prompt.
-        stream_options: only with `stream`.
+        stream_options: options of a streamed answer; refused unless `stream` is true.
         response_format: the form that the text must have; None: any.
     """
 
@@ -514,12 +522,12 @@ class OpenAI(Sampled):
 
     @property
     def grammar_given(self) -> tuple[str, str] | None:
-        """(kind, text) of the grammar that the text must follow, as `Grammars.grammar` takes it; None: any text."""
+        """Kind and source of the grammar for the generated text, such as ("regex", "[0-9]+"); None: no grammar."""
         return self.response_format.grammar_given if self.response_format else None
 
     @property
     def grammar_field(self) -> str:
-        """Name of the body's field that asks for a grammar, such as "response_format.regex", for errors."""
+        """Name of the request's field that sets the grammar, such as "response_format.regex", for error messages."""
         own = FORMS[self.response_format.type] if self.response_format else None
         return f"response_format.{own}" if own else "response_format"
 
@@ -538,15 +546,18 @@ def _first(*given: int | None) -> int | None:
 
 
 class CompletionBody(OpenAI):
-    """Body of a request to /v1/completions, with llama.cpp's and transformers' names for the limit of tokens, too.
+    """Body of a request to /v1/completions; the token limit may also have llama.cpp's or transformers' name.
 
     Attributes:
-        prompt: one text or several, or token ids, or several lists of them.
-        suffix: text behind the gap that the model fills (fill-in-the-middle); None: it continues the prompt.
-        max_tokens, n_predict: most tokens to generate; -1: the server's own limit; 0 only with `echo`.
-        logprobs: how many of the likeliest tokens come with the log probability of each token; None: no logprobs.
+        prompt: a text, a list of texts, a prompt's token ids, or a list of several prompts' token ids.
+        suffix: text after the gap that the model fills, with `prompt` as the text before it (fill-in-the-middle); None:
+            the model continues the prompt.
+        max_tokens, n_predict: most tokens to generate; -1: the server's own limit; 0: none, only allowed with `echo`.
+            n_predict may also be -2: as many as the model's context has room for.
+        logprobs: how many of the likeliest tokens are reported beside each token and its log probability; None: no log
+            probabilities are reported.
         echo: whether the answer begins with the prompt.
-        best_of: must be n: texts are not ranked.
+        best_of: accepted only if it equals `n`, as generated texts are not ranked.
     """
 
     REFUSED = {
@@ -567,7 +578,7 @@ class CompletionBody(OpenAI):
 
     @property
     def most_tokens(self) -> int | None:
-        """Most tokens to generate: the first given of max_tokens, n_predict and max_new_tokens; None: none is given."""
+        """The request's token limit: the first of max_tokens, n_predict and max_new_tokens that is set, else None."""
         return _first(self.max_tokens, self.n_predict, self.max_new_tokens)
 
     @model_validator(mode="after")
@@ -586,7 +597,7 @@ class CompletionBody(OpenAI):
 
 
 class TextPart(Fields):
-    """A content part that must be text, {"type": "text", "text": ...}: in predicted output."""
+    """A content part of predicted output, which may only be text: {"type": "text", "text": ...}."""
 
     type: Text
     text: Text | None = None
@@ -606,11 +617,11 @@ def _as_object(value: Any) -> Any:
 
 
 class ImageUrl(Fields):
-    """OpenAI's image_url of a content part.
+    """The field `image_url` of a content part, as in OpenAI's interface: where an image is.
 
     Attributes:
         url: a data URL with the image itself, or an http or https address.
-        detail: ignored: the model's processor decides on the resolution.
+        detail: ignored, as the model's processor decides on the resolution.
     """
 
     url: Text
@@ -641,10 +652,10 @@ Content = Text | Annotated[list[ContentPart], Field(fail_fast=True)]
 
 
 def plain_text(content: TextContent | Content | None) -> str:
-    """Text of a message's content: its text parts joined, without its images.
+    """Join the text parts of a message's content, leaving out its images.
 
     Args:
-        content: a string, or content parts; None gives "".
+        content: a string, or a list of content parts; None gives "".
     """
     if content is None or isinstance(content, str):
         return content or ""
@@ -652,14 +663,14 @@ def plain_text(content: TextContent | Content | None) -> str:
 
 
 class FunctionCall(Fields):
-    """What a tool call in an assistant's message calls: the function's name, and its arguments as a string of JSON."""
+    """The function that a tool call names, with its arguments as a JSON string."""
 
     name: Text
     arguments: Text = "{}"
 
 
 class ToolCall(Fields):
-    """A tool call in an earlier message of the assistant; its id is what a tool's message answers to (tool_call_id)."""
+    """A tool call in an earlier message of the assistant; the message with the tool's result refers to it by `id`."""
 
     id: Text | None = None
     type: Literal["function"] = "function"
@@ -670,12 +681,13 @@ class Message(Fields):
     """A message of a chat, in OpenAI's form.
 
     Attributes:
-        content: a string, or content parts; only a user's may be images. It may be missing beside tool calls.
-        name: who speaks, for templates that use it.
-        reasoning_content, reasoning: an assistant's reasoning before its answer, by two names that servers have for it;
-            the first one wins.
-        tool_calls: the assistant's calls.
-        tool_call_id: id of the call that a tool's message answers.
+        content: a string or a list of content parts; only a user's message may have images. None is allowed only in an
+            assistant's message with tool calls.
+        name: name of the speaker, for chat templates that print it.
+        reasoning_content, reasoning: two names, used by different servers, for an assistant's reasoning before its
+            answer; if both are given, reasoning_content counts.
+        tool_calls: tool calls that the assistant made.
+        tool_call_id: id of the tool call that a tool's message answers.
     """
 
     REFUSED = {
@@ -725,7 +737,7 @@ class Tool(Fields):
 
 
 class Prediction(Fields):
-    """OpenAI's predicted output: text that the client expects in the answer, which draft tokens are taken from."""
+    """OpenAI's predicted output: text that the client expects in the answer, used as a source of draft tokens."""
 
     type: Literal["content"]
     content: TextContent
@@ -745,13 +757,15 @@ class ChatBody(OpenAI):
     """Body of a request to /v1/chat/completions.
 
     Attributes:
-        max_tokens, max_completion_tokens, n_predict, max_new_tokens: names of the limit of generated tokens; the first
-            given of max_completion_tokens, max_tokens, n_predict and max_new_tokens counts; -1: the server's own limit.
+        max_tokens, max_completion_tokens, n_predict, max_new_tokens: four names for the most tokens to generate. If
+            several are given, one counts, in the order max_completion_tokens, max_tokens, n_predict, max_new_tokens.
+            -1: the server's own limit.
         logprobs: whether the log probabilities of the tokens are reported.
-        top_logprobs: how many of the likeliest tokens come with each; only with `logprobs`.
-        prediction: text that the client expects in the answer.
-        tool_choice: "none" keeps the model from calling tools.
-        parallel_tool_calls: false keeps only the first call of an answer.
+        top_logprobs: how many of the likeliest tokens are reported beside each token; refused unless `logprobs` is
+            true.
+        prediction: text that the client expects in the answer, used as a source of draft tokens.
+        tool_choice: "none" keeps the model from calling tools; "auto" and None let it call them.
+        parallel_tool_calls: false keeps only the first tool call of an answer.
         chat_template_kwargs: further variables for the model's chat template, such as {"enable_thinking": false}.
     """
 
@@ -795,7 +809,7 @@ class ChatBody(OpenAI):
 
     @property
     def most_tokens(self) -> int | None:
-        """Most tokens to generate, by the first of its names that is given; None: none is given.
+        """The request's limit of generated tokens, under the first of its names that is set; None if none is.
 
         n_predict=0, with which llama.cpp only caches the prompt, becomes 1 token.
         """
@@ -821,14 +835,16 @@ class LlamaCpp(Generated):
     """Body of a request to /completion, with llama.cpp's names and defaults; base class of the body of /infill.
 
     Attributes:
-        model: name of a LoRA adapter; any other name means the model.
+        model: name of a LoRA adapter; any other name means the served model.
         n_predict: most tokens to generate; -1: the server's own limit; -2: as many as the model's context has room for.
-        max_tokens: other name of n_predict.
-        n_indent: the text ends before a line, other than its first, that is indented by fewer characters; 0: never.
-        t_max_predict_ms: milliseconds after which the text ends, from its second line on; 0 and -1: no limit.
+        max_tokens: another name for n_predict.
+        n_indent: the text ends before a line that is indented by fewer characters than this; its first line may be
+            indented less. 0: indentation never ends the text.
+        t_max_predict_ms: milliseconds of generation after which the text ends, once its first line is complete; 0 and
+            -1: no limit.
         grammar: rules in EBNF (llama.cpp's GBNF) that the text must follow; "": any text.
         json_schema: JSON schema that the text must follow; None: any text.
-        response_fields: names of the answer's fields to send, such as "timings/prompt_n"; None: all.
+        response_fields: names of the response's fields to send, such as "timings/prompt_n"; None: all.
     """
 
     REFUSED = {
@@ -874,37 +890,43 @@ class LlamaCpp(Generated):
 
     @property
     def grammar_given(self) -> tuple[str, str] | None:
-        """(kind, text) of the grammar that the text must follow, as `Grammars.grammar` takes it; None: any text."""
+        """Kind and source of the grammar for the generated text, such as ("ebnf", RULES); None: no grammar."""
         if self.grammar:
             return "ebnf", self.grammar
         return None if self.json_schema is None else ("json_schema", json.dumps(self.json_schema))
 
     @property
     def grammar_field(self) -> str:
-        """Name of the body's field that asks for a grammar, such as "response_format.regex", for errors."""
+        """Name of the request's field that sets the grammar, "grammar" or "json_schema", for error messages."""
         return "grammar" if self.grammar else "json_schema"
 
     @property
     def most_tokens(self) -> int:
-        """Most tokens to generate: the first given of n_predict, max_tokens, max_new_tokens; -1, -2: see n_predict."""
+        """The request's limit of generated tokens: the first of n_predict, max_tokens and max_new_tokens that is set.
+
+        -1 stands for the server's own limit, -2 for as many as the model's context has room for.
+        """
         own = self.n_predict if "n_predict" in self.model_fields_set else None
         given = _first(own, self.max_tokens, self.max_new_tokens)
         return self.n_predict if given is None else given
 
     @classmethod
     def sampling_defaults(cls) -> dict[str, Any]:
-        """llama.cpp's defaults by field of lp.SamplingParams, for what client, server and checkpoint leave open."""
+        """llama.cpp's default sampling settings, by their field names in lp.SamplingParams.
+
+        They are used for settings that client, server and checkpoint all leave open.
+        """
         own = {name: "repeat_penalty" if name == "repetition_penalty" else name for name in CHAINED}
         return {name: cls.model_fields[each].default for name, each in own.items()}
 
     @property
     def seed_given(self) -> int | None:
-        """Seed that the client gives; None: it gives none."""
+        """The request's seed; None if the request has none."""
         return self.seed if "seed" in self.model_fields_set else None
 
 
 class ExtraBody(Fields):
-    """A piece of another file, which the model sees before the file with the gap; an entry of /infill's input_extra."""
+    """An entry of /infill's input_extra: a piece of another file, put into the prompt before the file with the gap."""
 
     model_config = ConfigDict(extra="ignore")
     filename: Text = ""
@@ -912,12 +934,12 @@ class ExtraBody(Fields):
 
 
 class InfillBody(LlamaCpp):
-    """Body of a request to /infill (fill-in-the-middle): the model writes what belongs into a gap of a file.
+    """Body of a request to /infill (fill-in-the-middle): the model writes the text that belongs into a gap of a file.
 
     Attributes:
-        prompt: text between input_prefix and the gap, such as the beginning of the line that the user types.
+        prompt: text between input_prefix and the gap, such as the beginning of the line that the user is typing.
         input_prefix: text of the file before the gap.
-        input_suffix: text of the file behind the gap.
+        input_suffix: text of the file after the gap.
         input_extra: pieces of other files.
     """
 

@@ -1,4 +1,4 @@
-"""Chat requests as prompts, by the model's chat template, and generated text back as content and tool calls."""
+"""Turns chat requests into prompts by the model's chat template, and generated text into content and tool calls."""
 
 from __future__ import annotations
 
@@ -32,17 +32,18 @@ def chat_prompt(
 ) -> ImagePrompt:
     """Turn the messages of a chat request into the prompt whose continuation is the assistant's answer.
 
-    Without a chat template the contents of the messages are the prompt, each on a line of its own. Names of special
-    tokens in what clients sent, such as "<|im_end|>", are encoded as plain text.
+    Without a chat template, the prompt consists of the messages' contents, each on a line of its own. Names of special
+    tokens in the client's texts, such as "<|im_end|>", are encoded as plain text.
 
     Args:
         tokenizer: the model's tokenizer.
         body: the request.
-        literal: the tokenizer's `LiteralCopy`, needed where several threads encode at a time; None: one thread does.
-        images: makes prompts with images for this model; None: the model takes text alone.
+        literal: a copy of the tokenizer that encodes special tokens as plain text, needed if several threads encode at
+            the same time; None: the tokenizer itself does this.
+        images: makes prompts with images for this model; None: the model takes only text.
 
     Returns:
-        Token ids, and the tensors of the images, if there are any.
+        The prompt's token ids, with the tensors of its images if there are any.
 
     Raises:
         ApiError: status 400: the template refuses the messages, the tools or chat_template_kwargs; chat_template_kwargs
@@ -133,14 +134,14 @@ def tool_format(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> d
     """Look up how the model writes tool calls and reasoning in its text, so that `answer` can parse them.
 
     Args:
-        tokenizer: the model's tokenizer, whose attribute `response_template` is taken where it has one.
+        tokenizer: the model's tokenizer; its attribute `response_template` is used if it has one.
         model: the model, for whose type transformers may know a response template.
 
     Returns:
         transformers' response template, as `tokenizer.parse_response` takes it.
 
     Raises:
-        ApiError: status 400: there is none for this model, or the tokenizer has no chat template.
+        ApiError: status 400: there is no response template for this model, or the tokenizer has no chat template.
     """
     described = getattr(tokenizer, "response_template", None)
     if described is None:
@@ -174,13 +175,13 @@ def answer(
     Args:
         tokenizer: the model's tokenizer.
         format: how the model writes tool calls (`tool_format`).
-        text: the generated text, taken as content where it can't be parsed.
-        tokens: token ids of the generated text, special tokens included; they are what is parsed.
+        text: the generated text, returned as the content if parsing fails.
+        tokens: token ids of the generated text, special tokens included; these are parsed.
         prompt: token ids of the prompt.
         body: the request, which has the tools.
 
     Returns:
-        The message: "role" and "content", and where there are any "reasoning_content" and "tool_calls".
+        The message: "role" and "content", and if there are any, "reasoning_content" and "tool_calls".
     """
     told = [tool.model_dump(exclude_none=True) for tool in body.tools or []]
     try:

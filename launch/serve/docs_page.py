@@ -19,7 +19,7 @@ named here are ignored, but for those in the lists of what is refused.</p>
 
 
 def docs_page(description: dict[str, Any]) -> str:
-    """HTML of the page /docs: for each endpoint its fields with types, limits and defaults, and the refused fields.
+    """HTML of the page /docs: each endpoint's fields with types, limits and defaults, and the fields that it refuses.
 
     Args:
         description: the server's OpenAPI description, as `FastAPI.openapi()` returns it.

@@ -13,15 +13,15 @@ FLUSH_S = 5  # for the last events of texts that have ended, whose clients may b
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn's server, but on SIGINT or SIGTERM it first lets running texts end, for at most `drain_s` seconds.
+    """uvicorn's server, but after SIGINT or SIGTERM it gives running requests up to `drain_s` seconds to finish.
 
-    It listens meanwhile, so that /health is answered and new requests are refused with a reason. Under torchrun this
-    matters when a rank dies: torchrun signals the other ranks before they know why.
+    Meanwhile it still listens, so that /health is answered and new requests are refused with a reason. This also helps
+    when a rank dies under torchrun, which then signals the other ranks before they know what has happened.
 
     Args:
         config: uvicorn's settings.
-        loop: the engine's thread, which is closed before the server ends.
-        drain_s: seconds that running texts get to end after the first signal; then they are cut off.
+        loop: the loop that runs the engine; it is closed before the server ends.
+        drain_s: seconds that running requests get to finish after the first signal; then they are cut off.
     """
 
     def __init__(self, config: uvicorn.Config, loop: EngineLoop, drain_s: int) -> None:
@@ -31,7 +31,9 @@ class DrainingServer(uvicorn.Server):
         self._asked = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to end the server, on SIGINT or SIGTERM: uvicorn calls it. A second signal ends running texts at once.
+        """Begin to end the server; uvicorn calls this on SIGINT or SIGTERM.
+
+        A second signal ends the running requests at once.
 
         Args:
             sig: number of the signal.

@@ -1,7 +1,8 @@
-"""The thread that runs an engine: it takes requested texts from the endpoints, runs decode steps, and reports results.
+"""The thread that runs the engine: it takes sequences from the endpoints, runs decode steps, and reports results.
 
-With several ranks, rank 0 takes the texts, and sends every command to the other ranks before the step that it belongs
-to, so that all ranks make the same calls in the same order. Between two commands only the engine itself decides.
+With several ranks, only rank 0 gets sequences from endpoints. It sends every command (to submit or cancel a sequence,
+and so on) to the other ranks before the decode step in which the command takes effect, so that all ranks make the same
+calls of the engine in the same order.
 """
 
 from __future__ import annotations
@@ -30,26 +31,29 @@ HEARTBEAT_S = 5.0  # among ranks, which find out by it that one has died while t
 
 
 class Busy(Exception):
-    """`EngineLoop` raises it for a text or scoring too many: the queue is full, and the client may try again later."""
+    """Raised by `EngineLoop` when its queue is full; the client may try again later.
+
+    There is one queue for texts to generate, and one for prompts whose tokens' log probabilities are computed.
+    """
 
 
 class Closing(Exception):
-    """`EngineLoop` raises it for a new text when it takes no more: the server is ending, or its engine has failed."""
+    """Raised by `EngineLoop` when it accepts no more work: the server is ending, or its engine has failed."""
 
 
 class Abandoned(Exception):
-    """Error of a text that was cut off because the server ended before it (`EngineLoop.abandon`)."""
+    """Error of a sequence that `EngineLoop.abandon` cut off, because the server ended before the sequence did."""
 
 
 class Piece(NamedTuple):
-    """Event of a live text after a decode step: what the step added.
+    """An event with the text and tokens that one decode step added to a sequence.
 
     Attributes:
         text: new characters for the client. Characters that may begin a stop string are held back for a later event.
         tokens: token ids that the step added, up to the one that ends the text.
         logprobs: log probabilities of these tokens; empty if the client did not ask for them.
         thought: new characters of the model's reasoning, which comes before the answer and is not in `text`.
-        num_thought: how many of `tokens` belong to the reasoning, with the tokens that begin and end it, such as
+        num_thought: how many of `tokens` belong to the reasoning, including the tokens that begin and end it, such as
             "</think>".
     """
 
@@ -61,24 +65,26 @@ class Piece(NamedTuple):
 
 
 class Ending(NamedTuple):
-    """Last event of a live text: how it ended, the rest of its characters, and its counts.
+    """The last event of a sequence: why it ended, the rest of its characters, and its counts.
 
     Attributes:
-        reason: `finish_reason` of `lp.GenerationOutput`, such as "eos" or "length"; "stop_string" also where the
-            client's limits of indent or time ended the text; "" if it failed.
-        text: last characters for the client, which were held back as the possible beginning of a stop string.
+        reason: `finish_reason` of `lp.GenerationOutput`, such as "eos" or "length"; "stop_string" also if the client's
+            limit of indentation or time ended the text; "" if generation failed.
+        text: last characters for the client, which were held back because they might have begun a stop string.
         thought: last characters of the reasoning.
-        found: the stop string that ended the text; None if none did.
-        num_tokens: number of the text's tokens up to its end, `resumed` ones included.
-        num_thought: how many of them belong to the reasoning; 0 where reasoning is not told apart from the answer.
-        resumed: how many of them an earlier server generated, before this one took the text up from its journal.
-        sequence: index of the text among the n choices of its prompt.
+        found: the stop string that ended the text; None if no stop string did.
+        num_tokens: number of the text's tokens up to its end, including `resumed` ones.
+        num_thought: number of the text's tokens that belong to the reasoning; 0 if reasoning is not separated from the
+            answer.
+        resumed: number of the text's first tokens that an earlier server generated; this server continued after these
+            tokens.
+        sequence: index of the sequence among the n choices for its prompt, from 0.
         prompt_tokens: number of the prompt's tokens.
-        cached: how many of the prompt's tokens needed no computing, as their KV was there from an earlier text.
-        steps: statistics of the decode steps of the text.
-        prefill_s, decode_s: seconds before the first decode step, and from there on.
-        predicted: how many tokens of the client's predicted output were accepted as draft tokens.
-        error: the error that ended the text; None if it ended well.
+        cached: number of the prompt's tokens that needed no prefill, as an earlier text had left their KV in the cache.
+        steps: statistics of the sequence's decode steps.
+        prefill_s, decode_s: seconds before the first decode step, and seconds from that step on.
+        predicted: number of tokens of the client's predicted output that were accepted as draft tokens.
+        error: the error that ended the sequence; None if there was none.
     """
 
     reason: str = ""
@@ -99,7 +105,7 @@ class Ending(NamedTuple):
 
     @property
     def generated(self) -> int:
-        """Number of tokens that this server generated: all but the `resumed` ones."""
+        """Number of tokens that this server generated itself, leaving out the `resumed` ones."""
         return max(self.num_tokens - self.resumed, 0)
 
 
@@ -109,14 +115,16 @@ Commands = list[dict[str, Any]]
 
 @dataclass(eq=False)
 class LiveText:
-    """A text that waits or is being generated, with the client's side of it: `EngineLoop.submit` takes it.
+    """A sequence to generate and the callbacks of its client; it waits or is being generated.
+
+    `EngineLoop.submit` takes such sequences.
 
     Args:
         spec: the prompt and all settings of the generation.
         watch: decodes the tokens and looks for stop strings; None on ranks other than 0, which have no clients.
-        on_event: called on the engine's thread with a Piece after every decode step of the text, and with an Ending at
-            its end; None on ranks other than 0.
-        handle: the engine's handle of the text; None until the loop has handed the text to the engine.
+        on_event: called on the engine's thread with a Piece after every decode step of the sequence, and with an Ending
+            at its end; None on ranks other than 0.
+        handle: the engine's handle of the sequence; None until the loop has submitted the sequence to the engine.
     """
 
     spec: TextSpec
@@ -127,14 +135,15 @@ class LiveText:
 
 @dataclass(eq=False)
 class Scoring:
-    """A request for the log probabilities of a prompt's own tokens (`echo` with `logprobs`), for `EngineLoop.score`.
+    """A request for the log probabilities of a prompt's own tokens, for `EngineLoop.score`.
 
-    Rank 0 alone computes them.
+    Clients ask for them with `echo` and `logprobs`. Only rank 0 computes them.
 
     Args:
-        prompt: token ids.
+        prompt: token ids of the prompt.
         num_top: how many of the likeliest tokens are reported beside each token.
-        on_done: called on the engine's thread with a log probability for each token but the first, or with the error.
+        on_done: called on the engine's thread with a list of log probabilities, one for each token but the first, or
+            with the error.
         wanted: whether somebody still waits for the result; set it to False to have the scoring skipped.
     """
 
@@ -145,18 +154,20 @@ class Scoring:
 
 
 class EngineLoop:
-    """Lets many threads share one engine: it queues their texts, runs the decode steps, and reports events to them.
+    """Lets many threads share one engine: it queues their sequences, runs the decode steps, and reports events to them.
 
-    Rank 0 calls `start`, for a thread of the loop's own; the other ranks call `run`, and follow rank 0 until it closes.
+    On rank 0, `start` runs the loop on a thread of its own. On the other ranks, `run` follows rank 0's commands until
+    rank 0 closes the loop.
 
     Args:
         engine: the engine; nobody else may call it from now on.
-        grammars: compiles the grammars of texts that must follow one.
-        max_waiting: how many texts may wait, beside the `engine.max_sequences` that are generated at a time.
-        on_failure: called when the engine can't go on, on the thread that finds it out.
+        grammars: compiles the grammars that texts must follow.
+        max_waiting: how many sequences may wait, in addition to the `engine.max_sequences` that are generated at a
+            time.
+        on_failure: called when the engine has failed and can't continue, on the thread that notices the failure.
 
     Attributes:
-        failure: the error for which the engine can't go on; None while it can.
+        failure: the error because of which the engine can't continue; None while it works.
     """
 
     def __init__(
@@ -181,18 +192,18 @@ class EngineLoop:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Run the loop on a thread of its own, which ends by `close` or a failure; for rank 0."""
+        """Start the loop on a thread of its own, on rank 0; it runs until `close` is called or the engine fails."""
         self._thread = threading.Thread(target=self.run, name="engine", daemon=True)
         self._thread.start()
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Take no more texts, finish those that there are, and end the loop on all ranks. Called on rank 0.
+        """Accept no more sequences, finish the accepted ones, and end the loop on all ranks; called on rank 0.
 
         Args:
             timeout_s: seconds to wait for the loop's end; None: as long as it takes.
 
         Returns:
-            Whether the loop has ended; if not, it is still finishing texts.
+            Whether the loop has ended. If not, it is still finishing sequences.
         """
         with self._changed:
             self._closing = True
@@ -203,23 +214,27 @@ class EngineLoop:
 
     @property
     def takes_texts(self) -> bool:
-        """Whether `submit` takes another text now."""
+        """Whether `submit` accepts sequences: the loop is not closing, and the engine has not failed."""
         return not (self._closing or self.failure)
 
     def abandon(self) -> None:
-        """Cut off all texts before the next step, with the error `Abandoned`. From any thread, after `close`."""
+        """Cut off all sequences before the next decode step, with the error `Abandoned`.
+
+        Any thread may call this, after `close`.
+        """
         with self._changed:
             self._commands.append({"abandon": True})
             self._changed.notify()
 
     def silent_s(self) -> float:
-        """Seconds that the loop has given no sign of life, for a watchdog that calls this again and again.
+        """How many seconds the loop has not responded, for a watchdog that calls this again and again.
 
-        A call asks the loop for a sign; the loop gives it between two steps, and between two passes of a scoring, and
-        only if no rank hangs. From any thread.
+        A call puts a question into the loop's queue, unless an earlier question still waits for its answer. The loop
+        answers between two decode steps, or between two forward passes of a scoring, and only if no rank hangs. Any
+        thread may call this.
 
         Returns:
-            Seconds since the oldest call whose sign has not come; 0.0 if there is none.
+            Seconds since the question that waits for an answer was put; 0.0 if none was waiting.
         """
         with self._changed:
             if self._asked_s is not None:
@@ -231,20 +246,22 @@ class EngineLoop:
 
     @property
     def texts(self) -> int:
-        """Number of texts that wait or are being generated."""
+        """Number of sequences that wait or are being generated."""
         return len(self._texts)
 
     def submit(self, texts: list[LiveText]) -> list[int]:
-        """Queue texts to be generated: all of them or none. From any thread of rank 0.
+        """Queue sequences to be generated, either all of them or none.
+
+        Any thread of rank 0 may call this.
 
         Args:
-            texts: the texts, each with a `watch` and an `on_event`.
+            texts: the sequences, each with a `watch` and an `on_event`.
 
         Returns:
-            Their ids, for `cancel`.
+            The sequences' ids, in order, for `cancel`.
 
         Raises:
-            Busy: more texts would wait than `max_waiting`.
+            Busy: more sequences would wait than `max_waiting`.
             Closing: the server is ending, or its engine has failed.
         """
         with self._changed:
@@ -260,12 +277,14 @@ class EngineLoop:
         return ids
 
     def cancel(self, number: int, num_tokens: int | None = None) -> None:
-        """End a text before the next step. Nothing happens if it has ended. From any thread.
+        """End a sequence before the next decode step; nothing happens if it has already ended.
+
+        Any thread may call this.
 
         Args:
-            number: id of the text, from `submit`.
-            num_tokens: how many of its generated tokens count as the text, from the first one on, without resumed
-                ones; None: all.
+            number: id of the sequence, from `submit`.
+            num_tokens: how many of the tokens that this server generated are kept as the text, from the first one on;
+                None: all.
         """
         with self._changed:
             if number in self._texts:
@@ -273,13 +292,15 @@ class EngineLoop:
                 self._changed.notify()
 
     def score(self, scoring: Scoring) -> None:
-        """Queue a scoring, to be computed between two decode steps. Its `on_done` gets the result. From any thread.
+        """Queue a prompt whose tokens' log probabilities are computed between two decode steps.
+
+        Any thread may call this. The scoring's `on_done` gets the result.
 
         Args:
-            scoring: the prompt and what to call with its log probabilities.
+            scoring: the prompt, and the function to call with its log probabilities.
 
         Raises:
-            Busy: too many scorings wait already.
+            Busy: too many scorings are waiting already.
             Closing: the server is ending, or its engine has failed.
         """
         with self._changed:
@@ -290,7 +311,10 @@ class EngineLoop:
             self._changed.notify()
 
     def run(self) -> None:
-        """Run the loop on this thread until rank 0 is closed or something fails: take commands, run decode steps."""
+        """Run the loop on the calling thread until rank 0 closes it or something fails.
+
+        The loop takes rank 0's commands, runs a decode step, and so on.
+        """
         try:
             busy = False
             while not (self._ended or self.failure):
@@ -441,10 +465,12 @@ class EngineLoop:
             scoring.on_done(error)
 
     def fail(self, error: BaseException) -> None:
-        """Mark the engine as failed: end all texts and scorings with an error, and call `on_failure`. From any thread.
+        """Mark the engine as failed: end all sequences and prompt scorings with an error, and call `on_failure`.
+
+        Any thread may call this.
 
         Args:
-            error: why the engine can't go on; the first such error is kept as `failure`.
+            error: why the engine can't continue; the first such error is kept as `failure`.
         """
         with self._changed:
             self.failure = self.failure or error

@@ -1,8 +1,8 @@
-"""Fill-in-the-middle: the prompt that a model was trained to complete between a prefix and a suffix.
+"""Fill-in-the-middle: prompts from which a model writes the text between a given prefix and a given suffix.
 
-Models have special tokens for it; the families below are known by the tokens that are in the vocabulary. Sources:
-the model cards and tokenizers of CodeLlama, StarCoder, StarCoder2, DeepSeek-Coder, Qwen2.5-Coder, CodeGemma and
-Codestral; for chunks of other files, their papers' repository formats.
+Model families have different special tokens for this. The families below are recognized by the tokens in the
+vocabulary. Sources: the model cards and tokenizers of CodeLlama, StarCoder, StarCoder2, DeepSeek-Coder, Qwen2.5-Coder,
+CodeGemma and Codestral; for pieces of other files, the repository formats in their papers.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from lp.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class FimFormat:
-    """The special tokens, and their order, by which a family of models writes a file with a gap to fill.
+    """A model family's fill-in-the-middle format: the special tokens around a file's gap, and their order.
 
     Args:
-        prefix: token before the text in front of the gap, such as "<|fim_prefix|>".
-        suffix: token before the text behind the gap.
-        middle: token at the prompt's end, behind which the model writes the filling; None where the prompt ends with
-            the prefix, and the model continues it.
-        suffix_first: whether the suffix comes before the prefix.
-        file: token that begins another file, given before the one with the gap: the file's name, a line end and its
-            text follow. None: other files are given as plain text.
+        prefix: token before the text that precedes the gap, such as "<|fim_prefix|>".
+        suffix: token before the text that follows the gap.
+        middle: token at the prompt's end, after which the model writes the filling. None: the prompt ends with the
+            prefix, which the model continues.
+        suffix_first: whether the prompt has the suffix before the prefix.
+        file: token that begins another file, given before the file with the gap; the other file's name, a line end and
+            its text follow. None: other files are given as plain text.
         ends: tokens that end the filling, besides the model's EOS.
-        glue: a character to encode in front of a text, whose tokens are then dropped: for tokenizers that put a space
-            before every text, which would not belong there. None: the tokenizer puts none.
+        glue: a character that is put before a text to encode it, and whose tokens are then dropped. It keeps tokenizers
+            from adding a space to the text, as some do before every text. None: the tokenizer adds no space.
     """
 
     prefix: str
@@ -44,17 +44,18 @@ class FimFormat:
 
     @property
     def tokens(self) -> list[str]:
-        """All special tokens that a vocabulary must have for this format."""
+        """Special tokens that a vocabulary must have for this format: `prefix`, `suffix`, and `middle` if it is set."""
         return [token for token in (self.prefix, self.suffix, self.middle) if token is not None]
 
     def texts(self, prompt: str) -> tuple[str, str] | None:
-        """Take apart a prompt that a client wrote in this format itself, such as "<PRE> before <SUF>behind <MID>".
+        """Split a prompt that a client has written in this format itself, such as "<PRE> before <SUF>after <MID>".
 
         Args:
-            prompt: the prompt as text. Where a token begins with "▁", as CodeLlama's do, the text has a space there.
+            prompt: the prompt as text. If a token begins with "▁", as CodeLlama's do, the text has a space in its
+                place.
 
         Returns:
-            The texts before and behind the gap; None if the prompt is not in this format.
+            The text before the gap and the text after it; None if the prompt is not in this format.
         """
         front, behind, end = (re.sub("^▁", " ", token or "") for token in (self.prefix, self.suffix, self.middle))
         first, second = (behind, front) if self.suffix_first else (front, behind)
@@ -99,7 +100,7 @@ FILE_TOKEN = {"codegemma": "<|file_separator|>"}  # a family that its gap's toke
 
 @dataclass(frozen=True)
 class Extra:
-    """A piece of another file, which the model sees before the one with the gap.
+    """A piece of another file, put into a fill-in-the-middle prompt before the file with the gap.
 
     Args:
         name: the file's name.
@@ -111,17 +112,17 @@ class Extra:
 
 
 class FimPrompts:
-    """Makes fill-in-the-middle prompts for one model: its continuation is the text that belongs into the gap.
+    """Builds fill-in-the-middle prompts for one model, whose continuation of such a prompt is the text for the gap.
 
     Args:
         tokenizer: the model's tokenizer.
-        format: how the model's family writes a gap.
+        format: the special tokens of the model's family, and their order.
 
     Attributes:
         ends: ids of the format's tokens that end a filling.
 
     Raises:
-        ValueError: the vocabulary lacks the format's token before the prefix, the suffix or the filling.
+        ValueError: the vocabulary lacks a special token that the format needs.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, format: FimFormat) -> None:
@@ -144,14 +145,14 @@ class FimPrompts:
     def prompt(
         self, prefix: str, suffix: str, room: int | None, extras: Sequence[Extra] = ()
     ) -> tuple[list[int], bool]:
-        """Make the prompt for one gap, cut to the room that there is.
+        """Build the prompt for one gap, and cut it if it would be too long.
 
         Args:
             prefix: text of the file before the gap.
-            suffix: text of the file behind the gap.
-            room: most tokens of the prompt; None: no limit. Too long texts keep what is near the gap: the prefix its
-                end, and the suffix its beginning. The suffix gets a quarter of the room, or more if the prefix leaves
-                it; other files get the rest, and keep their end.
+            suffix: text of the file after the gap.
+            room: most tokens that the prompt may have; None: no limit. If the texts are too long, the prefix keeps its
+                end, and the suffix its beginning. The suffix gets a quarter of the room, or more if the prefix is
+                short. Other files get what the prefix and the suffix leave, and keep their end.
             extras: pieces of other files, the most relevant one last.
 
         Returns:
@@ -178,24 +179,24 @@ class FimPrompts:
         return [*start, *others, *gap, *middle], cut
 
     def is_gap(self, prompt: Sequence[int]) -> bool:
-        """Whether a prompt asks to fill a gap: it has all tokens of the format.
+        """Whether a prompt asks to fill a gap: it has all special tokens of the format.
 
         Args:
-            prompt: token ids.
+            prompt: token ids of the prompt.
         """
         return {self._ids[token] for token in self.format.tokens} <= set(prompt)
 
     def ends_of(self, prompt: Sequence[int]) -> list[int]:
-        """Tokens that must end the text generated behind a prompt, besides the model's EOS.
+        """Find the tokens that must end the text generated for a prompt, besides the model's EOS.
 
-        Clients that write a gap's tokens into their prompt themselves seldom give them as stop strings: behind
-        "<|file_sep|>" the model would go on with another file.
+        Clients that write a gap's tokens into the prompt themselves seldom give stop strings for the filling. Without
+        them, the model might write "<|file_sep|>" after the filling, and continue with another file.
 
         Args:
-            prompt: token ids.
+            prompt: token ids of the prompt.
 
         Returns:
-            Ids of the format's tokens in `FimFormat.ends`, if the prompt has a gap; else none.
+            Token ids of the format's `ends` if the prompt asks to fill a gap, else an empty list.
         """
         return self.ends if self.is_gap(prompt) else []
 
@@ -225,14 +226,15 @@ class FimPrompts:
 
 
 def fim_format(tokenizer: PreTrainedTokenizerBase, given: FimFormat | None) -> FimFormat | None:
-    """Choose the fill-in-the-middle format of a model.
+    """Choose the fill-in-the-middle format for a model.
 
     Args:
         tokenizer: the model's tokenizer.
-        given: the format that the user has set, which is taken as it is; None: look for a known family's.
+        given: a format from the user's settings, which is returned as it is; None: recognize a known model family by
+            its tokens.
 
     Returns:
-        The format; None if the vocabulary has no known family's tokens: the model can't fill gaps.
+        The format; None if the vocabulary has no known family's tokens, so that the model can't fill gaps.
     """
     if given is not None:
         return given
@@ -245,14 +247,15 @@ def fim_format(tokenizer: PreTrainedTokenizerBase, given: FimFormat | None) -> F
 
 
 def lacking_family(prompt: str, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Find out that a client wrote a gap in the tokens of another family, which this model would read as plain text.
+    """Recognize a fill-in-the-middle prompt for another model family, whose tokens this model would read as plain text.
 
     Args:
         prompt: the client's prompt, as text.
         tokenizer: the model's tokenizer.
 
     Returns:
-        Name of that family, such as "codellama"; None if the prompt has no gap, or the vocabulary has its tokens.
+        Name of the other family, such as "codellama"; None if the prompt is in no family's format, or the vocabulary
+        has that family's tokens.
     """
     written = [name for name, family in FAMILIES.items() if family.texts(prompt) is not None]
     vocabulary = tokenizer.get_vocab() if written else {}  # made anew, in tens of milliseconds
@@ -260,7 +263,7 @@ def lacking_family(prompt: str, tokenizer: PreTrainedTokenizerBase) -> str | Non
 
 
 def given_format(values: dict[str, object]) -> FimFormat | None:
-    """Make a format of the user's settings `fim.*`.
+    """Build a fill-in-the-middle format from the user's settings `fim.*`.
 
     Args:
         values: settings by name, without "fim."; names that are no fields of FimFormat are ignored, and None, [] and
@@ -270,7 +273,7 @@ def given_format(values: dict[str, object]) -> FimFormat | None:
         The format; None if nothing is set.
 
     Raises:
-        ValueError: something is set, but prefix or suffix is not.
+        ValueError: something is set, but the prefix token or the suffix token is not.
     """
     known = {item.name for item in fields(FimFormat)}
     chosen = {name: value for name, value in values.items() if name in known and value not in (None, [], False)}

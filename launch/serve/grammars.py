@@ -1,4 +1,4 @@
-"""Compiles the grammars that requests constrain their texts by; the compiler is made when the first one comes."""
+"""Compiles the grammars by which requests constrain the generated text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Grammars:
 
     Args:
         tokenizer: the model's tokenizer.
-        vocabulary: number of the LM head's tokens, the size of a row of logits.
+        vocabulary: number of tokens that the LM head scores, the size of the logits' last dimension.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> None:
@@ -29,11 +29,14 @@ class Grammars:
         self._compiler: GrammarCompiler | None = None  # making one reads the whole vocabulary
 
     def grammar(self, kind: str, text: str) -> Grammar:
-        """Compile a grammar, or return it from the compiler's cache. From any thread; slow ones do not block others.
+        """Compile a grammar, or return it from the compiler's cache.
+
+        Any thread may call this; a grammar that takes long to compile does not block other threads.
 
         Args:
             kind: "json_schema", "regex" or "ebnf".
-            text: the schema as JSON, the regular expression, or the rules (GBNF); at most MOST_CHARACTERS characters.
+            text: the grammar's source: a schema as JSON, a regular expression, or rules (GBNF); at most MOST_CHARACTERS
+                characters.
 
         Returns:
             The grammar, for `lp.Engine.submit`.

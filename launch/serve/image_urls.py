@@ -1,4 +1,4 @@
-"""Images of requests: decodes data URLs, and fetches http and https addresses where the server allows it."""
+"""Images in requests: decodes data URLs, and downloads http and https addresses if the server allows it."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def decoded_images(urls: Sequence[str]) -> list[Image]:
         RGB images, in the order of `urls`.
 
     Raises:
-        ValueError: there are more than MOST_IMAGES, one is no such URL, or its content is no image that can be decoded
-            (`launch.data.images.decoded`), with MOST_PIXELS as the limit of all images together.
+        ValueError: there are more than MOST_IMAGES images; a URL is no such data URL; its content is no image that can
+            be decoded (`launch.data.images.decoded`); or all images together have more than MOST_PIXELS pixels.
     """
     if len(urls) > MOST_IMAGES:
         raise UserError(f"the request has {len(urls)} images; it may have {MOST_IMAGES}: send fewer")
@@ -87,12 +87,12 @@ class ImageUrls:
         self._turns = asyncio.Semaphore(AT_ONCE)
 
     async def fetch(self, images: Sequence[ImageUrl], field: str) -> None:
-        """Download a request's images, and replace each http or https address by a data URL with its content.
+        """Download a request's images, and replace each http or https address by a data URL with the image's content.
 
         Args:
-            images: all images of the request, changed in place; data URLs stay. MOST_BYTES is the limit of all
-                downloads together.
-            field: name of the body's field that has the images, such as "messages", for errors.
+            images: all images of the request, changed in place; data URLs stay as they are. All downloads together may
+                have MOST_BYTES bytes.
+            field: name of the body's field that has the images, such as "messages", for error messages.
 
         Raises:
             ApiError: status 400: the server downloads no images, or one can't be downloaded.
@@ -170,14 +170,14 @@ async def _answer(client: httpx.AsyncClient, url: str, room: int) -> tuple[int, 
 
 
 async def public_address(host: str, port: int) -> str:
-    """Resolve a host's name, unless one of its addresses is not public: clients must not reach internal hosts.
+    """Resolve a host's name, and refuse it if any of its addresses is not public, as clients must not reach such hosts.
 
     Args:
         host: name or IP address of the host.
         port: port to connect to.
 
     Returns:
-        One IP address of the host. Connect to this one: the name may resolve to another the next time.
+        One IP address of the host. Connect to this address: the name may resolve to another one the next time.
 
     Raises:
         ValueError: one of the addresses is this machine's, a private network's, or otherwise not global.

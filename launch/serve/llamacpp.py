@@ -21,7 +21,7 @@ from .spec import TextSpec
 
 
 def llamacpp_routes(served: Served) -> APIRouter:
-    """Routes of llama.cpp's own endpoints: /completion, its other name /completions, and /infill.
+    """Create the router with llama.cpp's own endpoints: /completion, its other name /completions, and /infill.
 
     Args:
         served: the model that generates the answers.
@@ -71,14 +71,14 @@ def llamacpp_routes(served: Served) -> APIRouter:
 
 
 class LlamaCompletion:
-    """Generates one request's text, and makes llama.cpp's response of it, in one piece or as a stream.
+    """Generates one request's text, and returns it in llama.cpp's response format, in one piece or as a stream.
 
     Args:
-        served: the model for this client, with the adapter that the request names.
+        served: the model, with the client and the LoRA adapter of this request.
         body: the request to /completion or /infill.
         prompt: token ids of the prompt.
-        truncated: whether the prompt lacks a part of what the client sent, for which the context has no room; the
-            response says so.
+        truncated: whether the prompt was cut, since the context has no room for all that the client sent; the response
+            reports this.
     """
 
     def __init__(self, served: Served, body: LlamaCpp, prompt: list[int], truncated: bool = False) -> None:
@@ -105,7 +105,7 @@ class LlamaCompletion:
         self.text = Wanted(self.spec, body.grammar_field, stop, body.n_indent, limit_s or None)
 
     async def whole(self) -> dict[str, Any]:
-        """Generate the text, and return the response in one piece: the content, its token ids, and figures."""
+        """Generate the text, and return the response in one piece: the content, its token ids, counts and timings."""
         parts: list[str] = []
         tokens: list[int] = []
         ending = Ending()
@@ -121,7 +121,7 @@ class LlamaCompletion:
         return self._chosen({"content": "".join(parts), "tokens": tokens, **self._last(ending)})
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Generate the text, and yield the response in chunks: one for each decode step, and one with figures."""
+        """Generate the text, and yield the response's chunks: one for each decode step, and one with final counts."""
         async with aclosing(TextGroup(self.served, "completion", [self.text]).events()) as events:
             async for _, event in events:
                 if isinstance(event, Piece):

@@ -1,7 +1,7 @@
-"""Log probabilities in the forms of OpenAI's endpoints.
+"""Log probabilities in the response formats of OpenAI's endpoints.
 
-A token is named by the text that it adds, such as " the"; where two tokens of one position would have the same name,
-one is called "token_id:123".
+A token is named by the text that it adds, such as " the". If two tokens at one position would have the same name, one
+is called "token_id:123" instead.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from ..text.detokenizer import TokenWalk
 
 
 class LegacyLogprobs:
-    """Collects the log probabilities of one text's tokens, in the form of `logprobs` in answers of /v1/completions.
+    """Collects log probabilities of one text's tokens, for the field `logprobs` of a /v1/completions response.
 
     Args:
-        name: gives the name of a token id that is not of the text, but among the likeliest at its place; such as
+        name: returns the name of a token id that was not generated, but is among the likeliest at a position, such as
             `Vocabulary.name`.
-        walk: gives the names and places of the text's own tokens; it stands before the first one that is added.
+        walk: names the text's own tokens and tells where each begins; its next token must be the first one that is
+            added here.
     """
 
     def __init__(self, name: Callable[[int], str], walk: TokenWalk) -> None:
@@ -40,10 +41,10 @@ class LegacyLogprobs:
         """Add a prompt's tokens, for answers that echo the prompt. The first token has no log probability: null.
 
         Args:
-            prompt: token ids.
+            prompt: token ids of the prompt.
             logprobs: log probabilities of all tokens but the first.
-            offsets: characters of the prompt's text before each token (`prompt_offsets`); None: they are counted in the
-                text that the tokens decode to.
+            offsets: number of characters that the prompt's text has before each token (`prompt_offsets`); None: the
+                characters are counted in the text that the tokens decode to.
         """
         self._add(prompt[0], None, None)
         self.add(logprobs)
@@ -51,10 +52,10 @@ class LegacyLogprobs:
             self._offsets = [*offsets]
 
     def add(self, logprobs: Sequence[Logprob]) -> None:
-        """Add the text's next tokens.
+        """Add the next tokens of the text, with their log probabilities.
 
         Args:
-            logprobs: log probabilities of the tokens, in order.
+            logprobs: the tokens with their log probabilities, in order.
         """
         for each in logprobs:
             self._add(each.token, each.logprob, each)
@@ -78,10 +79,10 @@ class LegacyLogprobs:
         return {names[token]: value for token, value in values.items()}
 
     def behind(self, walk: TokenWalk) -> LegacyLogprobs:
-        """Copy the collected tokens of a prompt, for one of several texts that continue it.
+        """Copy this object after a prompt's tokens were added, to add one of several texts that continue the prompt.
 
         Args:
-            walk: names the tokens of that text; it stands behind the prompt.
+            walk: names the tokens of that text; its next token must be the first one after the prompt.
         """
         copied = LegacyLogprobs(self._name, walk)
         copied._tokens, copied._values = [*self._tokens], [*self._values]
@@ -89,7 +90,7 @@ class LegacyLogprobs:
         return copied
 
     def data(self) -> dict[str, Any]:
-        """Value of the response's field `logprobs`, with all tokens that are collected."""
+        """Value of the response's field `logprobs`, with all tokens collected so far."""
         return {
             "tokens": self._tokens,
             "token_logprobs": self._values,
@@ -113,8 +114,8 @@ def prompt_offsets(tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence[
         ids: token ids that the text was encoded to.
 
     Returns:
-        Characters before each token. A token that stands for no text, such as BOS, begins where the token before it
-        ends. None: the tokenizer is not a fast one, or encodes the text differently by itself.
+        For each token, the number of characters before it. A token that stands for no text, such as BOS, begins where
+        the token before it ends. None if the tokenizer is not a fast one, or does not encode `text` to `ids`.
     """
     if not tokenizer.is_fast:
         return None
@@ -130,12 +131,13 @@ def prompt_offsets(tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence[
 
 
 def chat_logprobs(name: Callable[[int], str], walk: TokenWalk, logprobs: Sequence[Logprob]) -> dict[str, Any]:
-    """Write log probabilities of generated tokens in the form of `logprobs` in answers of /v1/chat/completions.
+    """Convert log probabilities of generated tokens to the field `logprobs` of a /v1/chat/completions response.
 
     Args:
-        name: gives the name of a token id that is not of the text, but among the likeliest at its place; such as
+        name: returns the name of a token id that was not generated, but is among the likeliest at a position, such as
             `Vocabulary.name`.
-        walk: names the text's own tokens; it stands before the first of them, and is moved behind the last.
+        walk: names the text's own tokens; its next token must be the first one of `logprobs`. Afterwards its next token
+            is the one after the last.
         logprobs: log probabilities of the next tokens of the text, in order.
     """
 

@@ -1,4 +1,4 @@
-"""Counts that /metrics reports in Prometheus' form. Those that routers and dashboards read have vLLM's names, too."""
+"""Counts for /metrics, in Prometheus' text format; counts that routers and dashboards read have vLLM's names, too."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ DRAFTED = f"{VLLM}spec_decode_num_"
 
 
 class Metrics:
-    """Counts a server's requests, texts and tokens, and reports them in Prometheus' form for /metrics.
+    """Counts a server's requests, texts and tokens, and reports them in Prometheus' text format for /metrics.
 
     Args:
-        loop: the engine's loop; how many texts run and wait, and how full the KV cache is, is read from it at each
-            report.
+        loop: the engine's loop, from which each report reads how many texts run and wait, and how full the KV cache is.
     """
 
     def __init__(self, loop: EngineLoop) -> None:
@@ -49,10 +48,10 @@ class Metrics:
         self._token = Histogram("lp_time_per_token_seconds", "", buckets=TOKEN_SECONDS, registry=registry)
 
     def request(self, path: str, status: int) -> None:
-        """Count a response.
+        """Count one HTTP response.
 
         Args:
-            path: path of the endpoint's route, such as "/v1/completions"; "other" if the request met no route.
+            path: path of the endpoint's route, such as "/v1/completions"; "other" if no route matches the request.
             status: HTTP status of the response.
         """
         self._requests.labels(path, str(status)).inc()
@@ -66,10 +65,10 @@ class Metrics:
         self._first.observe(seconds)
 
     def ended(self, ending: Ending) -> None:
-        """Count a text that has ended: its reason, its tokens and steps, and its time per token.
+        """Count a text that has ended: its reason, its tokens and decode steps, and its time per token.
 
         Args:
-            ending: how it ended.
+            ending: the text's last event, which has these counts.
         """
         self._ended.labels("failed" if ending.error else ending.reason).inc()
         self._tokens.inc(ending.generated)

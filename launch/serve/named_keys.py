@@ -1,4 +1,4 @@
-"""API keys with a name for each client, so that text kept for draft tokens serves only the client that it came from."""
+"""API keys with client names: texts that are kept as a source of draft tokens serve only the client they came from."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ CORPORA = "corpora="
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """The client that a request comes from, as its API key tells.
+    """The client that a request comes from, identified by its API key.
 
     Attributes:
-        name: name of the key, under which the client's texts are kept for draft tokens; empty for a key without one.
-        corpora: names of the corpora that the client's draft tokens may come from; None: all of the server's.
+        name: the client's name, under which its texts are kept as a source of draft tokens; empty if its key has no
+            name.
+        corpora: names of the corpora (files made by `lp corpus`) that the client's draft tokens may come from; None:
+            all that the server has.
     """
 
     name: str = ""
@@ -28,7 +30,12 @@ class Client:
 
 @dataclass(frozen=True, slots=True)
 class NamedKey:
-    """A client's API key, and the corpora that its draft tokens may come from; see `Client`."""
+    """A client's API key, and the corpora (files made by `lp corpus`) that the client's draft tokens may come from.
+
+    Attributes:
+        key: the API key.
+        corpora: names of the corpora; None: all that the server has.
+    """
 
     key: str
     corpora: tuple[str, ...] | None = None
@@ -40,7 +47,7 @@ def read_keys(path: str | None, api_key: str | None = None) -> dict[str, NamedKe
     Lines that begin with # are left out.
 
     Args:
-        path: the file; None for no keys.
+        path: the file; None: there are no such keys, and the result is empty.
         api_key: the server's key without a name, which no line may repeat.
 
     Returns:
@@ -79,14 +86,14 @@ def read_keys(path: str | None, api_key: str | None = None) -> dict[str, NamedKe
 
 
 def check_corpora(path: str | None, known: Sequence[str]) -> None:
-    """Refuse a file of API keys that names a corpus which the server does not have.
+    """Check that the server has all corpora that a file of API keys names.
 
     Args:
-        path: the file, see `read_keys`; None for no keys.
+        path: the file, as `read_keys` takes it; None: there are no such keys.
         known: names of the server's corpora.
 
     Raises:
-        ValueError: names the client, and the corpora that there are.
+        ValueError: a corpus is unknown; the message names the client, and the corpora that there are.
     """
     for name, named in read_keys(path).items():
         try:

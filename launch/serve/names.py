@@ -1,4 +1,4 @@
-"""The names that clients may give in the `model` field of their requests."""
+"""Names of the served model, in the `model` field of requests and of answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SNAPSHOT = re.compile(r"(?:^|[/\\])models--(?P<name>[^/\\]+)[/\\]snapshots[/\\][
 
 @dataclass(frozen=True)
 class ModelNames:
-    """The names that clients may give in the `model` field of their requests.
+    """The names of a served model: those that requests may give in the field `model`, and those that answers show.
 
     Attributes:
         shown: name in the `model` field of answers.
@@ -32,12 +32,13 @@ class ModelNames:
 
     @classmethod
     def of(cls, model: str, served: Sequence[str] = ()) -> ModelNames:
-        """The names that a model is served under, from its path and the key served_name.
+        """Collect the names of a served model, from its path and from the config key `served_name`.
 
         Args:
-            model: a folder or a hub name. Without `served`, its last part is shown, such as "Qwen3-8B"; a snapshot in
-                the hub's cache shows the hub name, such as "Qwen/Qwen3-8B".
-            served: names that replace these, the first one shown; "*" among them lets requests give any name.
+            model: folder or hub name that the model is loaded from. Without `served`, answers show its last part, such
+                as "Qwen3-8B"; for a snapshot's folder in the hub's cache they show the hub name, such as
+                "Qwen/Qwen3-8B".
+            served: names to use instead, the first one for answers; "*" among them lets requests give any name.
         """
         given = list(dict.fromkeys(name for name in served if name != ANY))
         if given:
@@ -55,10 +56,10 @@ class ModelNames:
 
 
 def served_names(given: object) -> list[str]:
-    """The value of the key served_name as a list of names, which is empty where the key is null.
+    """Check the value of the config key `served_name`, and return it as a list of names.
 
     Args:
-        given: None, a name, or a list of names.
+        given: a name, a list of names, or None, which gives an empty list.
 
     Raises:
         ValueError: the value is something else, or a name is empty.

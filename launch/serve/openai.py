@@ -34,10 +34,10 @@ COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 
 
 def openai_routes(served: Served) -> APIRouter:
-    """A router with /v1/completions and /v1/chat/completions.
+    """Create the router with /v1/completions and /v1/chat/completions.
 
     Args:
-        served: the model that answers.
+        served: the model that generates the answers.
     """
     router = APIRouter()
     timeout_s = served.limits.timeout_s
@@ -60,16 +60,17 @@ def openai_routes(served: Served) -> APIRouter:
 
 
 async def begun(make: Callable[[Served, Asked], Made], served: Served, request: Request, body: Asked) -> Made:
-    """Check a request, fetch its images, and make the object that generates its answer, such as a `Chat`.
+    """Check a request, download its images, and create the object that generates its answer, such as a `Chat`.
 
     Args:
-        make: makes that object from `served`, with the request's adapter and client set, and `body`; runs on a thread.
+        make: creates that object. It is called on another thread with `body` and a copy of `served`, which knows the
+            request's client and LoRA adapter.
         served: the model.
-        request: the client's request, whose scope tells the client.
+        request: the client's request, whose ASGI scope names the client.
         body: the parsed body of the request.
 
     Raises:
-        ApiError: 404 for an unknown model; 400 for a bad grammar, image or field.
+        ApiError: status 404: there is no such model. Status 400: a grammar, an image or another field can't be used.
     """
     served = served.chosen(body.model)
     if served.adapter and body.images:
@@ -82,13 +83,13 @@ async def begun(make: Callable[[Served, Asked], Made], served: Served, request: 
 
 
 def spec_of(served: Served, body: OpenAI, prompt: list[int], max_tokens: int | None) -> TextSpec:
-    """The text that a request asks the engine for, with the settings of its body.
+    """Describe one sequence that a request asks the engine for: the prompt, and the settings in the request's body.
 
     Args:
-        served: the model, which gives the settings that the body leaves open.
+        served: the model, with the settings that apply if the body leaves them open.
         body: the parsed body of the request.
         prompt: token ids that the text continues.
-        max_tokens: most tokens to generate, as `Served.new_tokens` takes them.
+        max_tokens: most tokens to generate; None and -1: the server's limit; -2: as many as the context has room for.
     """
     penalised = body.samples_by("penalties")
     return TextSpec(
@@ -184,11 +185,11 @@ class Completion(_Answer):
     """Generates the answer to one request to /v1/completions, in one piece (`whole`) or streamed (`chunks`).
 
     Args:
-        served: the model.
+        served: the model, with the client and the LoRA adapter of this request.
         body: the parsed body of the request.
 
     Raises:
-        ApiError: 400, a field of the body can't be served.
+        ApiError: status 400: a field of the body has a value that can't be used.
     """
 
     body: CompletionBody
@@ -241,7 +242,7 @@ class Completion(_Answer):
         return texts
 
     async def whole(self) -> dict[str, Any]:
-        """The answer in one piece, once all texts have ended."""
+        """Generate all texts of the request, and return the response in one piece."""
         texts = [[echo] for echo in self.echoes for _ in range(self.body.n)]
         logprobs = await self._prompt_logprobs()
         endings: dict[int, Ending] = {}
@@ -265,7 +266,11 @@ class Completion(_Answer):
         return self.response(choices, [*endings.values()])
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
-        """The bodies of a streamed answer's events, one for each text and decode step; the last may have the usage."""
+        """Generate all texts of the request, and yield the bodies of the streamed response's events.
+
+        Each text has an event for each decode step and one for its end. A last event has the token counts, if the
+        request asks for them with `stream_options.include_usage`.
+        """
         logprobs = await self._prompt_logprobs()
         echoes = [echo for echo in self.echoes for _ in range(self.body.n)]
         endings: list[Ending] = []
@@ -315,12 +320,12 @@ class Chat(_Answer):
     """Generates the answer to one request to /v1/chat/completions, in one piece (`whole`) or streamed (`chunks`).
 
     Args:
-        served: the model.
+        served: the model, with the client and the LoRA adapter of this request.
         body: the parsed body of the request.
-        prefix: beginning of the answer's id.
+        prefix: beginning of the answer's id, such as "chatcmpl-".
 
     Raises:
-        ApiError: 400, a field of the body can't be served.
+        ApiError: status 400: a field of the body has a value that can't be used.
     """
 
     body: ChatBody
@@ -352,7 +357,7 @@ class Chat(_Answer):
         self.walks = [TokenWalk(served.words, prompt) for _ in self.texts if body.logprobs]
 
     async def whole(self) -> dict[str, Any]:
-        """The answer in one piece, once all texts have ended."""
+        """Generate all texts of the request, and return the response in one piece."""
         texts = [list[str]() for _ in self.texts]
         thoughts = [list[str]() for _ in self.texts]
         tokens = [list[int]() for _ in self.texts]
@@ -377,9 +382,9 @@ class Chat(_Answer):
         return self.response(choices, [*endings.values()])
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
-        """The bodies of a streamed answer's events, as decode steps give text.
+        """Generate all texts of the request, and yield the bodies of the streamed response's events.
 
-        Where the answer may call tools, its text is held back and parsed once it has ended; reasoning before it, too.
+        If the model may call tools, its text and its reasoning are held back, and parsed once the text has ended.
         """
         held = [list[Piece]() for _ in self.texts]
         endings: list[Ending] = []

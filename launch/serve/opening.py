@@ -58,7 +58,7 @@ def check_packages(app: str, packages: Sequence[str]) -> None:
         packages: names of the packages that it imports.
 
     Raises:
-        ValueError: names the missing ones, and the command that installs them.
+        ValueError: a package is missing; the message names it, and the command that installs it.
     """
     missing = [package for package in packages if not is_installed(package)]
     if missing:
@@ -68,8 +68,11 @@ def check_packages(app: str, packages: Sequence[str]) -> None:
 def check_answering(config: AnsweringConfig) -> None:
     """Refuse settings that neither `lp serve` nor `lp batch` can use, before the model is loaded.
 
+    Args:
+        config: the config of either app.
+
     Raises:
-        ValueError: the key, the limit and the remedy.
+        ValueError: a setting is refused; the message has its key, the limit and the remedy.
     """
     check_common(config)
     if config.decoder.name == ORACLE:
@@ -96,10 +99,10 @@ class Settings:
     """Settings of a config that are read before the model is loaded, so that mistakes in them show at once.
 
     Args:
-        sampling: sampling of requests that do not set it themselves; None: the checkpoint's, else greedy.
-        fim: the tokens of the keys fim.*, for fill-in-the-middle; None where they are not set.
+        sampling: sampling for requests that do not set it themselves; None: the checkpoint's, else greedy.
+        fim: the fill-in-the-middle format from the keys fim.*; None: they are not set.
         builders: functions that build a decoder, by the decoder's name.
-        template: the chat template that replaces the model's own; None keeps that.
+        template: the chat template that replaces the model's own; None: the model keeps its own.
     """
 
     sampling: lp.SamplingParams | None
@@ -111,8 +114,11 @@ class Settings:
 def read_settings(config: AnsweringConfig) -> Settings:
     """Read the settings that need no model from a config, and the chat template from its file.
 
+    Args:
+        config: the config of `lp serve` or `lp batch`.
+
     Raises:
-        ValueError: a user error, with its remedy.
+        ValueError: a setting can't be used; the message has the remedy.
     """
     sampling = sampling_of(config)
     if sampling and sampling.verifier is Verifier.REJECTION:
@@ -125,10 +131,16 @@ def read_settings(config: AnsweringConfig) -> Settings:
 
 @contextmanager
 def own_journal(config: AnsweringConfig) -> Iterator[None]:
-    """Lock the folder of the key journal against other processes, on rank 0; does nothing where the key is null.
+    """Lock the journal's folder against other processes, as a context manager.
+
+    The journal (config key `journal`) keeps generated tokens of unfinished requests for after a restart. Nothing is
+    locked if the key is null, or on other ranks than 0.
+
+    Args:
+        config: has the key `journal`.
 
     Raises:
-        ValueError: the folder can't be made, or another process has it.
+        ValueError: the folder can't be made, or another process has locked it.
     """
     with only_server(Path(config.journal), "journal") if config.journal and rank() == 0 else nullcontext():
         yield
@@ -136,14 +148,15 @@ def own_journal(config: AnsweringConfig) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """A model that is ready to answer requests.
+    """A model that is ready to answer requests, with its engine.
 
     Args:
         loaded: model and tokenizer.
         settings: settings that were read before the model was loaded.
-        engine: generates the texts; warmed up.
-        grammars: compiles grammars of requests.
-        journal_model: see `resumed_model`; None where no tokens of texts are kept.
+        engine: generates the texts; it is warmed up.
+        grammars: compiles the grammars that requests have.
+        journal_model: identifies the model and its defaults, so that kept tokens of unfinished requests are only reused
+            with them (`resumed_model`); None: tokens are not kept.
         images: makes prompts with images; None on other ranks than 0.
     """
 
@@ -155,12 +168,12 @@ class Opened:
     images: ImagePrompts | None
 
     def served(self, config: AnsweringConfig, loop: EngineLoop, allow_image_urls: bool = False) -> Served:
-        """The object that all endpoints share: the model, the engine and the settings.
+        """Create the object that all endpoints share, with the model, the engine and the settings.
 
         Args:
-            config: gives the names of the model, the limits and the journal.
+            config: has the names of the model, the limits and the journal's folder.
             loop: runs the engine.
-            allow_image_urls: whether images are fetched from addresses that requests name.
+            allow_image_urls: whether images are downloaded from addresses that requests name.
 
         Raises:
             ValueError: the journal's folder can't be read.
@@ -189,16 +202,16 @@ class Opened:
 
 
 def open_engine(config: AnsweringConfig, settings: Settings, owners: Sequence[str] = ("",)) -> Opened:
-    """Join the other ranks, load the model and warm up an engine of it.
+    """Join the other ranks, load the model, and create and warm up an engine for it.
 
     Args:
         config: the app's config.
-        settings: see `read_settings`.
-        owners: names of clients whose texts there will be, whose files of generated text are opened now; "" is the
-            client without a name. Other ranks get those of rank 0.
+        settings: the result of `read_settings`.
+        owners: names of the clients; "" is the client without a name. The files with each client's earlier texts, a
+            source of draft tokens, are opened now. The other ranks use rank 0's names.
 
     Raises:
-        ValueError: a user error, with its remedy.
+        ValueError: a setting can't be used; the message has the remedy.
     """
     check_open_files(config, len(owners))
     context, loaded = open_model(config)
@@ -238,10 +251,10 @@ def check_open_files(config: AnsweringConfig, owners: int) -> None:
 
     Args:
         config: says whether there are history files (pool.history), and how many adapters.
-        owners: number of clients, the one without a name among them.
+        owners: number of clients, including the one without a name.
 
     Raises:
-        ValueError: says how many files are needed, and how many there may be.
+        ValueError: the files are too many; the message says how many are needed, and how many this process may open.
     """
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if config.pool.history is None or most == resource.RLIM_INFINITY:
@@ -268,7 +281,16 @@ def warm_up(engine: lp.Engine) -> None:
 
 
 def follow(opened: Opened) -> None:
-    """Take part in rank 0's decode steps, on another rank, until rank 0 ends; Ctrl-C and SIGTERM are ignored."""
+    """Run the engine on a rank other than 0: take part in rank 0's decode steps until rank 0 ends.
+
+    Ctrl-C and SIGTERM are ignored, as rank 0 decides when to end.
+
+    Args:
+        opened: the model and the engine.
+
+    Raises:
+        BaseException: the error that the engine failed with.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # when to end is rank 0's affair
     loop = EngineLoop(opened.engine, opened.grammars, 0)
@@ -278,10 +300,18 @@ def follow(opened: Opened) -> None:
 
 
 def resumed_model(loaded: Loaded, decoder: StepDecoder) -> str | None:
-    """A key of everything besides a request that its text depends on, so that kept tokens are used with it alone.
+    """Identify the model and the defaults that generated texts depend on, so that a journal's tokens fit this server.
 
-    All ranks call it together and get the same text: JSON of the weights' digests, the EOS ids, the checkpoint's
-    defaults and the cache's data type. None where a text of this model can't be resumed exactly (`resumable`).
+    A journal keeps the generated tokens of unfinished requests. A server only reuses them if its identification equals
+    that of the server that generated them. All ranks call this function together and get equal results.
+
+    Args:
+        loaded: model and tokenizer.
+        decoder: the decoder, whose checkpoint defaults and KV cache dtype count, too.
+
+    Returns:
+        JSON of the weights' digests, the EOS ids, the checkpoint's defaults and the KV cache's dtype. None if a text of
+        this model can't be resumed exactly.
     """
     context, said = decoder.context, decoder.checkpoint().says
     if not resumable(loaded.model):
@@ -295,11 +325,15 @@ def resumed_model(loaded: Loaded, decoder: StepDecoder) -> str | None:
 
 
 def unfinished_requests(config: AnsweringConfig, model: str | None) -> UnfinishedRequests:
-    """Notes of requests that have not ended: with tokens in the folder `journal`, else without in the run's folder.
+    """Open the folder with a file for each request that has not ended.
+
+    If the config key `journal` names a folder, that folder is used, and the files also keep generated tokens. Otherwise
+    the folder is inside LP_RUN_DIR, and its files keep no tokens; without torchrun's restarts there are no files at
+    all.
 
     Args:
-        config: has the key journal; null keeps no tokens.
-        model: see `resumed_model`; None keeps no tokens either.
+        config: has the key `journal`; null: no tokens are kept.
+        model: identifies the model (`resumed_model`); None: no tokens are kept.
 
     Raises:
         ValueError: the folder can't be made or read.
@@ -310,10 +344,10 @@ def unfinished_requests(config: AnsweringConfig, model: str | None) -> Unfinishe
 
 
 def report(earlier: list[dict[str, Any]]) -> None:
-    """Print the requests that the server before this one did not finish to stderr, one a line.
+    """Print to stderr the requests that the previous server did not finish, one a line.
 
     Args:
-        earlier: see `UnfinishedRequests.earlier`.
+        earlier: facts about each such request, from `UnfinishedRequests.earlier`.
     """
     for request in earlier:
         facts = ", ".join(f"{name} {value}" for name, value in request.items() if name != "id" and value is not None)

@@ -15,13 +15,13 @@ CHUNK = 256  # tokens of a pass, whose logits are held at once
 def prompt_logprobs(
     decoder: StepDecoder, prompt: Sequence[int], num_top: int, on_pass: Callable[[], None] = lambda: None
 ) -> list[Logprob]:
-    """Log probabilities of a prompt's tokens, each given those before it; the first token has none.
+    """Compute the log probability of each token of a prompt, given the tokens before it; the first token has none.
 
     Args:
-        decoder: decoder whose model is whole on this rank; its cache is not used.
-        prompt: token ids.
-        num_top: how many of the likeliest tokens are given beside each.
-        on_pass: called after each forward pass over up to CHUNK tokens.
+        decoder: decoder that has the whole model on this rank; its KV caches are left as they are.
+        prompt: token ids of the prompt.
+        num_top: how many of the likeliest tokens are reported beside each token.
+        on_pass: called after each forward pass, which takes up to CHUNK tokens.
 
     Returns:
         One entry for each token but the first.

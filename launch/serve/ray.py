@@ -1,9 +1,9 @@
 """Replicas of `lp serve` on Ray Serve: `serve run lp.launch.serve.ray:app model=hf model.name=... parallel.nproc=2`.
 
-Arguments are the keys of `lp serve`, and three of Ray's: min_replicas, max_replicas and cpus. A replica is an actor of
-Ray's with the endpoints and rank 0; it owns the actors of its other ranks, which lie in its placement group. They meet
-at a store that each start of rank 0 makes anew, on a port of its own. A rank that ends, hangs or fails ends its
-replica, and Ray starts another.
+Arguments are the keys of `lp serve`, and three of Ray's: min_replicas, max_replicas and cpus. A replica is a Ray actor
+that has the endpoints and runs rank 0. It starts and owns one actor for each of its other ranks, inside its own
+placement group. The ranks find each other through a torch TCPStore that rank 0 creates at each start, on a free port.
+If a rank ends, hangs or fails, the replica ends, and Ray starts another.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def app(args: Mapping[str, Any]) -> Any:
     """Build the Ray Serve application that `serve run` and `serve deploy` start.
 
     Args:
-        args: keys of `lp serve` by name, where parallel.nproc is the number of ranks of a replica. Besides them
-            min_replicas and max_replicas, between which Ray scales (default 1), and cpus, the CPU cores of each rank
-            (default 1). Each rank takes a GPU, or none with model.device=cpu.
+        args: keys of `lp serve` by name, with parallel.nproc as the number of ranks of a replica. Three more are
+            allowed: min_replicas and max_replicas, between which Ray scales (default 1), and cpus, the CPU cores of
+            each rank (default 1). Each rank takes a GPU, or none with model.device=cpu.
 
     Raises:
         ValueError: a setting that cannot be used.
@@ -88,7 +88,7 @@ def app(args: Mapping[str, Any]) -> Any:
 
 
 def read_config(overrides: Sequence[str]) -> ServeConfig:
-    """The config of `lp serve` with overrides, checked for use under Ray.
+    """Compose the config of `lp serve` with overrides, and check that it can be used under Ray.
 
     Args:
         overrides: overrides of keys as Hydra reads them, such as "model.name=Qwen/Qwen3-8B".
@@ -198,10 +198,10 @@ class Replica:
 
 
 class Rank:
-    """A Ray actor that runs one rank of a replica other than rank 0, whose decode steps it takes part in."""
+    """A Ray actor for one rank of a replica, other than rank 0; it takes part in rank 0's decode steps."""
 
     def node(self) -> str:
-        """Ray's id of the node that the actor is on."""
+        """Ray's id of the node that this actor runs on."""
         return str(ray.get_runtime_context().get_node_id())
 
     def run(self, overrides: list[str], environment: dict[str, str]) -> None:
@@ -209,10 +209,10 @@ class Rank:
 
         Args:
             overrides: overrides of `lp serve`'s keys, as Hydra reads them.
-            environment: variables to set first, RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT among them.
+            environment: environment variables to set first, including RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
         Raises:
-            BaseException: the error that the engine has failed with.
+            BaseException: the error that the engine failed with.
         """
         os.environ.update(environment)
         config = read_config(overrides)
@@ -224,7 +224,7 @@ class Rank:
 
 
 def start_ranks(ranks: int, resources: Mapping[str, float]) -> list[Any]:
-    """Start an actor for each rank but rank 0, which calls this.
+    """Start a Ray actor for each rank but rank 0; rank 0 calls this.
 
     Args:
         ranks: number of ranks of the replica, rank 0 included.
@@ -250,7 +250,10 @@ def rank_variables(nodes: Sequence[str]) -> list[dict[str, str]]:
     """The environment variables that torchrun would set for each rank: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE.
 
     Args:
-        nodes: Ray's id of each rank's node, by rank.
+        nodes: Ray's ids of the nodes that the ranks run on, one for each rank.
+
+    Returns:
+        One dict of variables for each rank.
     """
     return [
         {

@@ -1,4 +1,4 @@
-"""Reasoning models: the tokens that begin and end reasoning, such as <think>, and telling it apart from the answer."""
+"""Separates a model's reasoning from its answer, by the tokens that begin and end reasoning, such as <think>."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KNOWN = (  # Qwen3, DeepSeek-R1, SmolLM3 and GLM; Magistral; Cohere; Seed
 
 
 def reasoning_names(given: object) -> tuple[str, str] | str | None:
-    """The value of the key `reasoning`, checked: the names of two tokens, "auto" or None.
+    """Check the value of the config key `reasoning`, and return it: the names of two tokens, "auto" or None.
 
     Args:
         given: the key's value, such as ["<think>", "</think>"].
@@ -43,10 +43,10 @@ def reasoning_names(given: object) -> tuple[str, str] | str | None:
 
 
 def reasoning_block(tokenizer: PreTrainedTokenizerBase, given: object) -> ReasoningBlock | None:
-    """The tokens that begin and end a model's reasoning; None where the key `reasoning` is null.
+    """Find the tokens that begin and end a model's reasoning; None if the config key `reasoning` is null.
 
     Args:
-        tokenizer: the model's.
+        tokenizer: the model's tokenizer.
         given: value of the key; "auto" takes the first known pair that the vocabulary has, such as <think>, </think>.
 
     Raises:
@@ -69,11 +69,11 @@ def reasoning_block(tokenizer: PreTrainedTokenizerBase, given: object) -> Reason
 
 @dataclass(frozen=True)
 class Reasoning:
-    """Where the reasoning of an answer can be: at its beginning, between two tokens.
+    """Where a generated text may have reasoning: at its beginning, between two special tokens.
 
     Attributes:
         begin, end: ids of the tokens that begin and end reasoning.
-        is_open: the prompt has begun the reasoning: the answer's first token is already part of it.
+        is_open: whether the prompt has begun the reasoning already, so that the first generated token belongs to it.
     """
 
     begin: int
@@ -82,14 +82,14 @@ class Reasoning:
 
     @classmethod
     def behind(cls, block: ReasoningBlock, prompt: Sequence[int], words: Vocabulary) -> Reasoning | None:
-        """Where the reasoning of an answer to this prompt can be; None where the prompt itself has ended it.
+        """Find out where the text after a prompt may have reasoning; None if the prompt has already ended it.
 
         Chat templates may open the reasoning at the prompt's end, or open and close it there to switch it off.
 
         Args:
             block: the tokens that begin and end reasoning.
             prompt: token ids, chat template included.
-            words: the model's tokens, by which white space behind those of `block` is passed over.
+            words: the model's vocabulary, used to skip white space at the prompt's end.
         """
         for token in reversed(prompt):
             if token == block.end:
@@ -103,18 +103,18 @@ class Reasoning:
 
 
 class ReasoningWatch:
-    """Decodes a text that may begin with reasoning, and tells the reasoning apart from the answer behind it.
+    """Decodes a text that may begin with reasoning, and separates the reasoning from the answer after it.
 
-    It has the methods of `TextWatch`. Stop strings and limits hold for the answer alone.
+    It has the methods of `TextWatch`. Stop strings and limits only count in the answer.
 
     Args:
-        words: the model's tokens.
-        prompt: token ids.
-        reasoning: where the reasoning can be.
-        answer: decodes the answer behind the reasoning, and looks for its end.
+        words: the model's vocabulary.
+        prompt: token ids of the prompt.
+        reasoning: where the text may have reasoning.
+        answer: decodes the answer after the reasoning, and looks for its end.
 
     Attributes:
-        num_thought: number of tokens of the reasoning so far, with those that begin and end it.
+        num_thought: number of tokens of the reasoning so far, including those that begin and end it.
     """
 
     def __init__(self, words: Vocabulary, prompt: Sequence[int], reasoning: Reasoning, answer: TextWatch) -> None:
@@ -126,10 +126,13 @@ class ReasoningWatch:
         self._shown = ""
 
     def push(self, tokens: Sequence[int]) -> str:
-        """Take a decode step's tokens.
+        """Decode the tokens of the next decode step.
+
+        Args:
+            tokens: token ids that the step added.
 
         Returns:
-            The characters that they add to the answer; `thought` gives those of the reasoning.
+            The characters that the tokens add to the answer; `thought` returns those added to the reasoning.
         """
         rest = [*tokens]
         if rest and not self.num_tokens and not self._is_within and rest[0] == self._reasoning.begin:
@@ -148,27 +151,27 @@ class ReasoningWatch:
         return self._answer.push(rest) if rest else ""
 
     def thought(self) -> str:
-        """The characters that were added to the reasoning since the last call."""
+        """Characters of the reasoning that were added since the last call."""
         shown, self._shown = self._shown, ""
         return shown
 
     def flush(self) -> str:
-        """The rest of the answer's characters, once the text has ended: those that `push` held back."""
+        """The answer's last characters, which `push` held back; call it once the text has ended."""
         if self._is_within:
             self._shown += self._detokenizer.flush()
         return self._answer.flush()
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of reasoning and answer so far; those behind a stop string do not count."""
+        """Number of tokens of reasoning and answer so far, without tokens after a stop string."""
         return self.num_thought + self._answer.num_tokens
 
     @property
     def ended(self) -> bool:
-        """Whether a stop string or a limit of the client has ended the text."""
+        """Whether a stop string, or a limit that the client set, has ended the text."""
         return self._answer.ended
 
     @property
     def found(self) -> str | None:
-        """The stop string that ended the text; None where none has."""
+        """The stop string that ended the text; None if no stop string has."""
         return self._answer.found

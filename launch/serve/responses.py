@@ -18,7 +18,7 @@ DONE = "data: [DONE]\n\n"
 
 
 class ClientLeft(Exception):
-    """The client has disconnected before its response was ready."""
+    """Raised when the client disconnects before its response is ready."""
 
 
 async def while_connected(request: Request, work: Awaitable[T], timeout_s: float) -> T:
@@ -26,15 +26,15 @@ async def while_connected(request: Request, work: Awaitable[T], timeout_s: float
 
     Args:
         request: the client's request.
-        work: an awaitable.
+        work: an awaitable, such as the generation of an answer.
         timeout_s: seconds that the work may take; 0 is no limit.
 
     Returns:
-        What `work` returns.
+        The result of `work`.
 
     Raises:
         ClientLeft: the client has disconnected.
-        ApiError: 504, the time is up.
+        ApiError: status 504: the time is up.
     """
     task = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_left(request))
@@ -53,12 +53,12 @@ async def while_connected(request: Request, work: Awaitable[T], timeout_s: float
 
 
 async def whole(request: Request, work: Awaitable[dict[str, Any]], timeout_s: float) -> Response:
-    """The response to a request that does not stream.
+    """Await the body of a response that is not streamed, and return the response.
 
     Args:
         request: the client's request.
         work: makes the body; cancelled when the client disconnects.
-        timeout_s: seconds that it may take, after which an ApiError 504 is raised; 0 is no limit.
+        timeout_s: seconds that `work` may take, after which an ApiError with status 504 is raised; 0 is no limit.
     """
     try:
         return JSONResponse(await while_connected(request, work, timeout_s))
@@ -73,16 +73,17 @@ async def streamed(
     done: str = DONE,
     failure: Callable[[ApiError], dict[str, Any]] = ApiError.body,
 ) -> Response:
-    """The response to a request that streams: server-sent events.
+    """Make a streamed response (server-sent events) from a generator of event bodies.
 
-    An error before the first event is raised, so that the response has its status; a later one is sent as an event.
+    The first event is awaited here. An error before it is raised, so that the response has the error's status; a later
+    error is sent as an event.
 
     Args:
         request: the client's request.
         chunks: yields the bodies of the events; closed when the client disconnects.
         timeout_s: seconds that the whole stream may take; 0 is no limit.
-        done: text that ends a stream without an error, such as "data: [DONE]"; empty for none.
-        failure: makes the body of the event that tells of an error.
+        done: text that ends a stream without an error, such as "data: [DONE]"; "" sends nothing more.
+        failure: makes the body of the event that reports an error.
     """
     deadline = asyncio.get_running_loop().time() + timeout_s if timeout_s else None
     try:

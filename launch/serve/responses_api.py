@@ -1,7 +1,9 @@
-"""OpenAI's Responses endpoint, /v1/responses: an answer of the chat endpoint as items and typed events, in this order.
+"""OpenAI's Responses endpoint, /v1/responses, whose answers consist of items and are streamed as typed events.
+
+The chat endpoint's code generates the answer. The events come in this order:
 
 response.created, response.in_progress
-of each item      response.output_item.added ... response.output_item.done
+for each item     response.output_item.added ... response.output_item.done
   reasoning       response.content_part.added, response.reasoning_text.delta ..., .done, response.content_part.done
   message         response.content_part.added, response.output_text.delta ..., .done, response.content_part.done
   function_call   response.function_call_arguments.delta, .done
@@ -28,7 +30,11 @@ Data = dict[str, Any]
 
 
 def responses_routes(served: Served) -> APIRouter:
-    """The routes of the Responses endpoint."""
+    """Create the router with /v1/responses and the paths below it.
+
+    Args:
+        served: the model that generates the answers.
+    """
     router = APIRouter()
     timeout_s = served.limits.timeout_s
 
@@ -76,29 +82,27 @@ class TextItem:
         self.logprobs: list[Data] = []
 
     def began(self) -> Iterator[Data]:
-        """The events that begin the item: response.output_item.added, response.content_part.added."""
+        """Yield the events that begin the item: response.output_item.added and response.content_part.added."""
         yield {"type": "response.output_item.added", "item": self.item("in_progress", []), **self._index}
         yield {"type": "response.content_part.added", **self._part_place, "part": self._part("", [])}
 
     def grown(self, text: str, logprobs: list[Data]) -> Data:
-        """Add text to the item.
+        """Add text to the item, and return the event that reports it, such as response.output_text.delta.
 
         Args:
             text: characters to add.
-            logprobs: log probabilities of their tokens, in the API's form; empty where none are asked for.
-
-        Returns:
-            The event that tells of them, such as response.output_text.delta.
+            logprobs: log probabilities of the tokens that the characters are from, in the API's form; empty if the
+                request does not ask for them.
         """
         self.texts.append(text)
         self.logprobs += logprobs
         return {"type": f"{self.event}.delta", **self._part_place, "delta": text, **self._logprobs(logprobs)}
 
     def ended(self, status: str) -> Iterator[Data]:
-        """The events that end the item, the last one with all of it.
+        """Yield the events that end the item; the last one has the whole item.
 
         Args:
-            status: "completed", or "incomplete" where the text was cut.
+            status: "completed", or "incomplete" if the text was cut off.
         """
         text = "".join(self.texts)
         part = self._part(text, self.logprobs)
@@ -137,11 +141,11 @@ class ResponsesAnswer:
     """Generates the answer to one request to /v1/responses, in one piece (`whole`) or streamed (`events`).
 
     Args:
-        served: the model.
+        served: the model, with the client and the LoRA adapter of this request.
         body: the parsed body of the request.
 
     Raises:
-        ApiError: 400, a field of the body can't be served.
+        ApiError: status 400: a field of the body has a value that can't be used.
     """
 
     def __init__(self, served: Served, body: ResponsesBody) -> None:
@@ -156,11 +160,11 @@ class ResponsesAnswer:
 
     @property
     def num_input(self) -> int:
-        """Number of tokens of the prompt that the chat template makes of the input items."""
+        """Number of tokens of the prompt that the chat template makes from the input items."""
         return len(self._chat.prompts[0])
 
     async def whole(self) -> Data:
-        """The body of an answer that is not streamed: the response in the last event."""
+        """Generate the answer, and return it in one piece: the response object that a stream's last event has."""
         last: Data = {}
         async with aclosing(self.events()) as events:
             async for event in events:
@@ -169,7 +173,10 @@ class ResponsesAnswer:
         return response
 
     async def events(self) -> AsyncGenerator[Data, None]:
-        """The bodies of a streamed answer's typed events, numbered from 0; the first waits for a decode step."""
+        """Generate the answer, and yield the bodies of the streamed response's events, numbered from 0.
+
+        The first event comes after the first decode step.
+        """
         reason = ""
         async with aclosing(self._chat.chunks()) as chunks:
             async for chunk in chunks:
@@ -188,7 +195,11 @@ class ResponsesAnswer:
         yield self._numbered(self._state(status, status))
 
     def failed(self, error: ApiError) -> Data:
-        """The event response.failed, which ends a stream after an error."""
+        """The event response.failed, which ends a stream after an error.
+
+        Args:
+            error: the error, whose message the event has.
+        """
         state = self._state("failed", "failed")
         state["response"]["error"] = {"code": "server_error", "message": error.message}
         return self._numbered(state)

@@ -39,7 +39,7 @@ KEPT = "the server keeps no responses: send the earlier items again"
 
 
 class InputText(Fields):
-    """A text part of an item, such as {"type": "output_text", "text": "..."}."""
+    """A text part of an input item, such as {"type": "output_text", "text": "..."}."""
 
     model_config = ConfigDict(extra="allow")
     type: Text
@@ -69,7 +69,7 @@ class InputPart(InputText):
 
     @property
     def image(self) -> ImageUrl | None:
-        """The image; None where the part is a text."""
+        """The part's image; None if the part is a text."""
         return self.image_url if self.type == "input_image" else None
 
 
@@ -142,7 +142,7 @@ def _items(value: Any) -> Any:
 
 
 class TextFormat(Fields):
-    """The field `text.format`: the form that the answer must have, such as a JSON schema or a grammar."""
+    """The field `text.format`: the form that the answer must have, such as JSON that fits a schema."""
 
     model_config = ConfigDict(extra="allow")
     type: Literal["text", "json_object", "json_schema", "grammar", "regex"]
@@ -152,7 +152,7 @@ class TextFormat(Fields):
 
     @property
     def own(self) -> str | None:
-        """Name of the field that this type needs, such as "schema" for json_schema; None for a type that needs none."""
+        """Name of the field that `type` requires, such as "schema" for "json_schema"; None if it requires none."""
         return "schema" if self.type == "json_schema" else None if self.type == "json_object" else FORMS[self.type]
 
     @model_validator(mode="after")
@@ -167,14 +167,14 @@ class TextFormat(Fields):
 
     @property
     def response_format(self) -> dict[str, Any]:
-        """This form as the field `response_format` of a request to /v1/chat/completions."""
+        """Translate this field to `response_format`, its counterpart in requests to /v1/chat/completions."""
         if self.type == "json_schema":
             return {"type": self.type, "json_schema": {"schema": self.form}}
         return {"type": self.type, "grammar": self.grammar, "regex": self.regex}
 
 
 class TextOptions(Fields):
-    """The field `text`: options of the answer's text."""
+    """The field `text`: options for the answer's text, of which only its form (`format`) is supported."""
 
     REFUSED: ClassVar[dict[str, str]] = {"verbosity": "say it in the instructions"}
     model_config = ConfigDict(extra="allow")
@@ -192,7 +192,7 @@ class ReasoningOptions(Fields):
 
 
 class FunctionTool(Fields):
-    """A function that the model may call."""
+    """A function that the model may call: an entry of the field `tools`."""
 
     model_config = ConfigDict(extra="allow")
     type: Text
@@ -210,7 +210,7 @@ class FunctionTool(Fields):
 
     @property
     def tool(self) -> dict[str, Any]:
-        """This function as an entry of the field `tools` of a request to /v1/chat/completions."""
+        """Translate this function to an entry of `tools` as requests to /v1/chat/completions have it."""
         given = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": {name: value for name, value in given.items() if value is not None}}
 
@@ -228,7 +228,7 @@ class AskedChat(ChatBody):
 
     @property
     def grammar_field(self) -> str:
-        """Name of the field that asks for a form, such as JSON, for errors to name."""
+        """Name of the original request's field that sets the answer's form, for error messages: "text.format"."""
         return "text.format"
 
 
@@ -288,17 +288,17 @@ class ResponsesBody(Sampled):
 
     @property
     def form(self) -> TextFormat | None:
-        """The field `text.format`; None where the answer may have any form."""
+        """The field `text.format`; None if the answer may have any form."""
         return self.text.format if self.text else None
 
     @property
     def grammar_given(self) -> tuple[str, str] | None:
-        """(kind, text) of the grammar that the answer must follow, as `Grammars.grammar` takes them; None for none."""
+        """Kind and source of the grammar for the answer, such as ("regex", "[0-9]+"); None: no grammar."""
         return ResponseFormat(**self.form.response_format).grammar_given if self.form else None
 
     @property
     def grammar_field(self) -> str:
-        """Name of the field that asks for a form, such as JSON, for errors to name."""
+        """Name of the field that sets the answer's form, such as "text.format.regex", for error messages."""
         own = self.form.own if self.form else None
         return f"text.format.{own}" if own else "text.format"
 
@@ -316,7 +316,7 @@ class ResponsesBody(Sampled):
 
     @property
     def chat(self) -> AskedChat:
-        """The request translated to a body of /v1/chat/completions that asks for a stream with its usage."""
+        """Translate the request to a /v1/chat/completions body, which asks for a stream that ends with token counts."""
         asked = self.model_dump(include={*Sampled.model_fields}, exclude_unset=True)
         asked |= {"messages": self._messages(), "stream": True, "stream_options": {"include_usage": True}}
         if self.max_output_tokens is not None:
@@ -332,7 +332,7 @@ class ResponsesBody(Sampled):
 
     @property
     def images(self) -> list[ImageUrl]:
-        """The images of all items, in their order."""
+        """The images in all input items, in order."""
         return [part.image for item in self.input for part in item.content or [] if part.image]
 
     def _messages(self) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Objects that all endpoints share: the model with the server's settings, and the texts of a request."""
+"""Objects that all endpoints share: the model with the server's settings, and the texts that a request generates."""
 
 from __future__ import annotations
 
@@ -62,28 +62,29 @@ CLIENT = "lp.client"  # where a request's ASGI scope has its Client
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """The model that a server answers with, and the settings and checks that endpoints need for a request.
+    """The served model, with the settings and checks that endpoints need to answer a request.
 
-    A request works with a copy that knows its client and adapter (`chosen`, `asked_by`).
+    Each request works with a copy that knows the request's client and LoRA adapter (`asked_by`, `chosen`).
 
     Args:
         name: the model's name, as the user gave it.
-        served_as: names that clients give instead; see `ModelNames.of`.
+        served_as: names that requests give instead of the model's own; see `ModelNames.of`.
         model, tokenizer: the loaded model and its tokenizer.
         loop: runs the engine.
-        sampling: sampling of requests that do not set it themselves; None: the checkpoint's, else greedy.
+        sampling: sampling for requests that do not set it themselves; None: the checkpoint's, else greedy.
         stop: strings that end every text.
-        limits: limits of a request.
+        limits: limits that each request has.
         metrics: counts texts and tokens for /metrics.
-        unfinished: keeps notes of requests until they end.
-        fim: makes fill-in-the-middle prompts; None where the model has no tokens for them.
-        reasoning: tokens that begin and end reasoning in chat answers; None: reasoning is not told apart.
-        created: time of the start, in seconds since 1970.
-        client: the client that a request comes from; set by `asked_by`.
-        adapters: names of the LoRA adapters that clients may choose in the model's place.
-        adapter: the adapter that a request has chosen, set by `chosen`; None for none.
-        images: makes prompts with images; None: the model takes text alone.
-        image_urls: fetches images that clients name by their addresses.
+        unfinished: keeps a file for each request until it ends.
+        fim: builds fill-in-the-middle prompts; None: the model has no tokens for them.
+        reasoning: tokens that begin and end reasoning in chat answers; None: reasoning is not separated from the
+            answer.
+        created: time at which the server started, in seconds since 1970.
+        client: the client that the request comes from, set by `asked_by`.
+        adapters: names of the LoRA adapters that requests may name instead of the model.
+        adapter: name of the adapter that the request has chosen, set by `chosen`; None: the model without an adapter.
+        images: makes prompts with images; None: the model takes only text.
+        image_urls: downloads images that requests name by their addresses.
     """
 
     name: str
@@ -115,10 +116,10 @@ class Served:
         object.__setattr__(self, "names", ModelNames.of(self.name, self.served_as))
 
     def asked_by(self, scope: Mapping[str, Any]) -> Served:
-        """A copy for the client that a request comes from.
+        """Return a copy of this object that knows which client a request comes from.
 
         Args:
-            scope: ASGI scope of the request, which has the client under CLIENT.
+            scope: ASGI scope of the request, which has the client under the key CLIENT.
         """
         return self._with("client", scope.get(CLIENT, Client()))
 
@@ -130,12 +131,12 @@ class Served:
 
     @property
     def short_name(self) -> str:
-        """The name in the `model` field of answers: that of the chosen adapter, else the model's."""
+        """The name in the `model` field of answers: the chosen adapter's, or else the model's."""
         return self.adapter or self.names.shown
 
     @property
     def context(self) -> int | None:
-        """The model's context length in tokens, prompt and text together; None for no limit."""
+        """The model's context length in tokens, prompt and generated text together; None: there is no limit."""
         return context_limit(self.model)
 
     @property
@@ -144,26 +145,33 @@ class Served:
         return embedded_tokens(self.model)
 
     def chosen(self, name: str | None) -> Served:
-        """The model, or a copy with one of its adapters, that a request's `model` field names.
+        """Look up a request's `model` field: return this object for the model, or a copy that uses the named adapter.
 
         Args:
-            name: the field; None is the model itself.
+            name: value of the field; None means the model itself.
 
         Raises:
-            ApiError: 404, there is no model or adapter of this name.
+            ApiError: status 404: there is no model or adapter with this name.
         """
         self.check_model(name)
         return self.adapted(name)
 
     def adapted(self, name: str | None) -> Served:
-        """A copy with the adapter of this name; this object itself where there is no such adapter."""
+        """Return a copy that uses the LoRA adapter with this name, or this object itself if there is no such one.
+
+        Args:
+            name: value of a request's `model` field.
+        """
         return self._with("adapter", name) if name in self.adapters else self
 
     def check_model(self, name: str | None) -> None:
         """Refuse a request's `model` field that names neither this model nor one of its adapters.
 
+        Args:
+            name: value of the field; None means the model itself.
+
         Raises:
-            ApiError: 404.
+            ApiError: status 404: there is no model or adapter with this name.
         """
         if name and name not in self.adapters and not self.names.has(name):
             known = " or ".join(map(repr, (*self.names.listed, *self.adapters)))
@@ -171,28 +179,29 @@ class Served:
             raise ApiError(404, message, "model", "model_not_found")
 
     def encode(self, text: str, special: bool = True, parsed: bool = True) -> list[int]:
-        """The token ids of a text that a client sent.
+        """Encode a text that a client sent, and return its token ids.
 
         Args:
             text: the text.
-            special: whether to add BOS, where the model has one.
-            parsed: read names of special tokens in the text, such as "<|im_end|>", as these tokens, not as characters.
+            special: whether the tokenizer adds its own special tokens, such as BOS.
+            parsed: whether names of special tokens in the text, such as "<|im_end|>", become these tokens. False: they
+                are encoded as plain text.
 
         Raises:
-            ValueError: a special token that the tokenizer can't take as text.
+            ValueError: the text has a special token that the tokenizer can't encode as plain text.
         """
         if not parsed:
             return text_tokens(self.tokenizer, text, self.literal, add_special_tokens=special)
         return list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
     def encode_prompt(self, text: str) -> list[int]:
-        """The token ids of a prompt that a client sent, which may itself be in a fill-in-the-middle format.
+        """Encode a client's prompt, which may already be in a fill-in-the-middle format; return its token ids.
 
         Args:
-            text: the prompt, such as "<PRE> before <SUF>behind <MID>".
+            text: the prompt, such as "<PRE> before <SUF>after <MID>".
 
         Raises:
-            ApiError: 400, the format is that of another model family, whose tokens this model lacks.
+            ApiError: status 400: the format is another model family's, whose tokens this model lacks.
         """
         ids = self.encode(text)
         own = self.fim
@@ -212,17 +221,17 @@ class Served:
         raise ApiError(400, message, "prompt")
 
     def checked(self, ids: Sequence[int], param: str) -> list[int]:
-        """Check the token ids of a prompt: all in the vocabulary, and room for one more in the context.
+        """Check that a prompt's token ids are in the vocabulary, and that the context has room for at least one more.
 
         Args:
-            ids: token ids; an empty prompt becomes BOS, or EOS where the model has no BOS.
-            param: field of the body that errors name.
+            ids: token ids; an empty prompt becomes BOS, or EOS if the model has no BOS.
+            param: name of the body's field that has the prompt, for error messages.
 
         Returns:
             The token ids.
 
         Raises:
-            ApiError: 400.
+            ApiError: status 400: a check failed, or an empty prompt can't be replaced.
         """
         start = self.tokenizer.bos_token_id if self.tokenizer.bos_token_id is not None else self.tokenizer.eos_token_id
         ids = list(ids) or ([start] if isinstance(start, int) else [])
@@ -238,11 +247,11 @@ class Served:
         return ids
 
     def new_tokens(self, prompt: Sequence[int], wanted: int | None) -> int:
-        """How many tokens to generate at most; never more than the context has room for behind the prompt.
+        """The most tokens to generate after a prompt: the request's limit, but no more than the context has room for.
 
         Args:
-            prompt: token ids.
-            wanted: the request's limit; None or -1 takes the server's, -2 fills the context, as in llama.cpp.
+            prompt: token ids of the prompt.
+            wanted: the request's limit; None and -1 take the server's limit, -2 fills the context, as in llama.cpp.
         """
         most = self.limits.max_new_tokens if wanted is None or wanted < 0 else wanted
         if wanted == -2 and self.context is not None:
@@ -252,16 +261,17 @@ class Served:
     def sampled(
         self, wanted: Mapping[str, Any], seed: int | None, defaults: Mapping[str, Any] = MappingProxyType({})
     ) -> dict[str, Any]:
-        """The sampling of a request's text: its own fields, else the server's, the checkpoint's or the endpoint's.
+        """Complete a request's sampling settings by the server's, the checkpoint's and the endpoint's, in this order.
 
         Args:
             wanted: fields of lp.SamplingParams that the request gives.
-            seed: the request's seed, any integer; None takes the server's. A seed is drawn where there is none, or
-                where the request's is one of DRAWN_SEEDS.
-            defaults: the endpoint's own defaults, for fields that are left open; without any a text is greedy.
+            seed: the request's seed, any integer; None takes the server's. A random seed is drawn if there is none, or
+                if the request's is one of DRAWN_SEEDS (-1 and 2**32 - 1).
+            defaults: the endpoint's own defaults, for fields that are left open; if nothing sets the sampling, decoding
+                is greedy.
 
         Returns:
-            All fields of lp.SamplingParams by name; the seed is None where the text is greedy.
+            All fields of lp.SamplingParams by name; the seed is None if decoding is greedy.
         """
         given = dict(wanted)
         if given.get("top_p") == 0:
@@ -285,7 +295,7 @@ class Served:
         return lp.SamplingParams(**said | {name: value for name, value in own.items() if value != neutral[name]})
 
     def corpora(self, asked: Sequence[str] | None) -> tuple[str, ...] | None:
-        """Names of the corpora (files of `lp corpus`) that a text takes draft tokens from.
+        """Choose the corpora (files made by `lp corpus`) that a text may take draft tokens from; return their names.
 
         Args:
             asked: names in the request; None: all that the client may use.
@@ -294,7 +304,7 @@ class Served:
             The names; None: all corpora of the server.
 
         Raises:
-            ApiError: 400: there is no corpus of a name, or the client may not use it.
+            ApiError: status 400: there is no corpus with a name, or the client may not use it.
         """
         known, own = self.loop.engine.decoder.corpora, self.client.corpora
         if own is not None:  # without those of a config whose decoder looks in none
@@ -306,11 +316,11 @@ class Served:
         return own if chosen is None else chosen
 
     def ends(self, others: Sequence[int] = (), ignored: bool = False) -> list[int] | None:
-        """Ids of the tokens that end a text; None for the model's own EOS alone.
+        """Ids of the tokens that end a text; None stands for the model's own EOS only.
 
         Args:
-            others: ids that end it beside the model's own.
-            ignored: let no token end it: the result is empty.
+            others: token ids that end the text, in addition to the model's own EOS.
+            ignored: whether no token ends the text; the result is then empty.
         """
         if ignored:
             return []
@@ -318,22 +328,24 @@ class Served:
         return [*([own] if isinstance(own, int) else own or ()), *others] if others else None
 
     def ends_of(self, prompt: Sequence[int], ignored: bool = False) -> list[int] | None:
-        """Ids of the tokens that end the text behind a prompt, with those of a fill-in-the-middle format; see `ends`.
+        """Ids of the tokens that end the text after a prompt; None stands for the model's own EOS only.
+
+        A fill-in-the-middle prompt adds the tokens that end its format's filling.
 
         Args:
-            prompt: token ids, which may be in that format.
-            ignored: let no token end it.
+            prompt: token ids, which may be in a fill-in-the-middle format.
+            ignored: whether no token ends the text; the result is then empty.
         """
         return self.ends(self.fim.ends_of(prompt) if self.fim else (), ignored)
 
     def biases(self, given: dict[str, float] | None) -> list[tuple[int, float]]:
-        """A request's logit_bias as pairs of token id and bias.
+        """Convert a request's logit_bias to pairs of token id and bias, the number to add to the token's logit.
 
         Args:
-            given: the field, whose keys are token ids as decimal text, such as {"312": -100}.
+            given: the field, whose keys are token ids as decimal text, such as {"312": -100}; None gives an empty list.
 
         Raises:
-            ApiError: 400, a token id is outside the vocabulary.
+            ApiError: status 400: a token id is outside the vocabulary.
         """
         biases = [(int(token), bias) for token, bias in (given or {}).items()]
         for token, _ in biases:
@@ -346,25 +358,25 @@ class Served:
         """Refuse a request for more texts than the server takes at a time.
 
         Args:
-            texts: number of texts, those with no token to generate included.
-            param: field of the body that errors name.
+            texts: number of texts, including those with no token to generate.
+            param: name of the body's field to blame in the error.
 
         Raises:
-            ApiError: 400.
+            ApiError: status 400: the texts are too many.
         """
         if texts > self.loop.max_texts:
             message = f"the request is for {texts} texts; this server takes {self.loop.max_texts} at a time"
             raise ApiError(400, message, param)
 
     async def check_grammar(self, grammar: tuple[str, str] | None, field: str) -> None:
-        """Compile a request's grammar ahead of its text, on another thread, and refuse it where that fails.
+        """Compile a request's grammar before its text begins, on another thread, and refuse the request if that fails.
 
         Args:
-            grammar: (kind, text), as `Grammars.grammar` takes them; None for none.
-            field: field of the body that errors name, such as "response_format".
+            grammar: kind and source of the grammar, such as ("regex", "[0-9]+"); None: there is nothing to check.
+            field: name of the body's field that has the grammar, such as "response_format", for error messages.
 
         Raises:
-            ApiError: 400, the grammar is not valid or not supported.
+            ApiError: status 400: the grammar is not valid or not supported.
         """
         if grammar is None:
             return
@@ -377,10 +389,10 @@ class Served:
             raise ApiError(400, message, field.partition(".")[0]) from None
 
     def check_logprobs(self) -> None:
-        """Refuse a request for log probabilities where several ranks divide a step: no rank has those of all tokens.
+        """Refuse log probabilities if several ranks share a decode step: each rank then has only some tokens' logits.
 
         Raises:
-            ApiError: 400.
+            ApiError: status 400: there are several ranks.
         """
         if not self.loop.context.alone:
             ranks = self.loop.context.world_size
@@ -388,21 +400,27 @@ class Served:
             raise ApiError(400, message, "logprobs")
 
     def token_name(self, token: int) -> str:
-        """The text of a token within a text, such as " the", or its name if it has none; see `Vocabulary.name`."""
+        """A token's name in log probabilities: the text that it adds, such as " the".
+
+        A token that adds no text of its own has another name; see `Vocabulary.name`.
+
+        Args:
+            token: token id.
+        """
         if token not in self._token_names:  # a prompt's log probabilities name twenty of them for every token
             self._token_names[token] = self.words.name(token)
         return self._token_names[token]
 
     def piece(self, token: int) -> str | list[int]:
-        """The text of a token, for /tokenize; a list of its bytes where they split a character, as in llama.cpp."""
+        """The text of a token, for /tokenize; if the token splits a character, a list of its bytes, as in llama.cpp."""
         name, data = self.token_name(token), self.words.data(token)
         return list(data) if data and data.decode(errors="ignore").encode() != data else name
 
     def expected(self, text: str) -> list[int]:
-        """Token ids of a request's predicted output, to be draft tokens: never an error, whatever the text.
+        """Encode a request's predicted output, whose tokens are used as draft tokens; no text is refused.
 
         Args:
-            text: the text; names of special tokens in it are read as characters where the tokenizer can do that.
+            text: the text; names of special tokens in it are encoded as plain text if the tokenizer can do that.
         """
         try:
             ids = self.encode(text, special=False, parsed=False)
@@ -411,14 +429,18 @@ class Served:
         return [token for token in ids if token < self.vocabulary]
 
     async def prompt_logprobs(self, prompt: list[int], num_top: int) -> list[Logprob]:
-        """Log probabilities of a prompt's tokens, each given those before it; the first token has none.
+        """Compute the log probability of each token of a prompt, given the tokens before it; the first token has none.
 
         Args:
-            prompt: token ids.
-            num_top: how many of the likeliest tokens are given beside each.
+            prompt: token ids of the prompt.
+            num_top: how many of the likeliest tokens are reported beside each token.
+
+        Returns:
+            One entry for each token but the first.
 
         Raises:
-            ApiError: 400: the request has chosen an adapter. 429: too many prompts wait. 503: the server ends.
+            ApiError: status 400: the request has chosen an adapter. Status 429: too many prompts wait. Status 503: the
+                server is ending.
         """
         if self.adapter:
             message = f"logprobs of an echoed prompt are the model's own alone; leave echo out for {self.adapter!r}"
@@ -452,12 +474,13 @@ class Served:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A text that a request asks for: how it is generated, and when the client wants no more of it.
+    """A text that a request asks for: how it is generated, and the client's conditions for its end.
 
     Args:
         spec: prompt, sampling and the engine's other arguments.
-        grammar_field: field of the body that gives the text's grammar, for errors to name.
-        stop, min_indent, time_limit_s: see `TextWatch`.
+        grammar_field: name of the body's field that has the text's grammar, for error messages.
+        stop, min_indent, time_limit_s: stop strings, and limits of indentation and time, that end the text; see
+            `TextWatch`.
     """
 
     spec: TextSpec
@@ -468,15 +491,15 @@ class Wanted:
 
 
 class TextGroup:
-    """Submits the texts of one request to the engine, and gives their events to the request as they come.
+    """Submits the texts of one request to the engine, and yields their events as they come.
 
     Args:
-        served: the model.
+        served: the model, with the client and the LoRA adapter of this request.
         name: the request's id, such as "cmpl-1f0c".
-        wanted: the texts.
+        wanted: the texts to generate.
 
     Raises:
-        ApiError: 429: too many texts wait already. 503: the server ends.
+        ApiError: status 429: too many texts wait already. Status 503: the server is ending.
     """
 
     def __init__(self, served: Served, name: str, wanted: Sequence[Wanted]) -> None:
@@ -524,7 +547,7 @@ class TextGroup:
         return LiveText(text.spec, watch, tell)
 
     async def events(self) -> AsyncGenerator[tuple[int, Event], None]:
-        """Yield (index of the text, event) until all texts have ended; closing the generator cancels the others.
+        """Yield pairs (index of the text, event) until all texts have ended; closing the generator cancels the rest.
 
         Raises:
             ApiError: a text has failed.
@@ -574,11 +597,11 @@ def closing(loop: EngineLoop) -> ApiError:
 
 
 def failed(error: BaseException, grammar_field: str = "") -> ApiError:
-    """The API error for an exception that the engine raised for a text: status 400, 500 or 503.
+    """Convert an exception that the engine raised for a text to an API error with status 400, 500 or 503.
 
     Args:
         error: the exception.
-        grammar_field: field of the body that gives the text's grammar, for messages to name; empty for none.
+        grammar_field: name of the body's field that has the text's grammar, for the message; "" if there is no grammar.
     """
     if isinstance(error, GrammarError) and grammar_field:
         message = grammar_field + str(error).removeprefix("the grammar")
@@ -596,8 +619,8 @@ def usage(prompts: Sequence[Sequence[int]], endings: Sequence[Ending], predicted
     """OpenAI's field `usage`, with counts of decode steps and draft tokens added.
 
     Args:
-        prompts: token ids of each prompt; one with n choices is given once.
-        endings: how the request's texts ended.
+        prompts: token ids of each prompt; a prompt with n choices is given once.
+        endings: last events of the request's texts, which have their counts.
         predicted: number of tokens of the request's predicted output.
     """
     prompt_tokens = sum(len(prompt) for prompt in prompts)

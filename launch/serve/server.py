@@ -29,11 +29,14 @@ KEEP_ALIVE_S = 75
 
 
 def serve(config: ServeConfig) -> None:
-    """Serve a model over HTTP until Ctrl-C or SIGTERM; every rank calls it, and rank 0 alone listens.
+    """Serve a model over HTTP until Ctrl-C or SIGTERM; every rank calls it, but only rank 0 listens.
+
+    Args:
+        config: the app's config.
 
     Raises:
-        Terminated: Ctrl-C or SIGTERM came, and the texts have ended.
-        ValueError: a user error.
+        Terminated: Ctrl-C or SIGTERM came, and the running requests have ended.
+        ValueError: a setting can't be used; the message has the remedy.
     """
     try:
         with sigterm_raises():
@@ -60,8 +63,11 @@ def _serve(config: ServeConfig) -> None:
 def check(config: ServeConfig) -> None:
     """Refuse settings that `lp serve` can't use, before the model is loaded.
 
+    Args:
+        config: the app's config.
+
     Raises:
-        ValueError: the key, the limit and the remedy; or which packages are missing.
+        ValueError: a setting is refused, or packages are missing; the message has the remedy.
     """
     check_packages("serve", [*PACKAGES, *(["httpx"] if config.allow_image_urls else [])])
     check_answering(config)
@@ -76,7 +82,7 @@ def listen(config: ServeConfig, bound: socket.socket, opened: Opened) -> None:
 
     Args:
         config: the app's config.
-        bound: a socket as `bind` gives it.
+        bound: a socket with the server's address, from `bind`.
         opened: the model, ready to answer.
 
     Raises:
@@ -110,7 +116,7 @@ def listen(config: ServeConfig, bound: socket.socket, opened: Opened) -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Take the server's address before the model is loaded; connections are refused until the socket listens.
+    """Reserve the server's address before the model is loaded; connections are refused until the socket listens.
 
     Args:
         host: an address of this machine, such as "127.0.0.1" or "::1".

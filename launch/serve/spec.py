@@ -1,4 +1,4 @@
-"""The specification of a text to generate, as plain data that rank 0 sends to the other ranks."""
+"""The description of one sequence to generate, as plain data that rank 0 sends to the other ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .grammars import Grammars
 
 @dataclass(frozen=True, eq=False)
 class SentTensors:
-    """A prompt's images as tensors that rank 0 makes with the model's processor and sends to the other ranks.
+    """A prompt's images as tensors, which rank 0 makes with the model's processor and sends to the other ranks.
 
     Args:
         tensors: arguments of `Engine.submit` by name, such as pixel_values.
@@ -34,20 +34,26 @@ class SentTensors:
 
     @cached_property
     def text(self) -> str:
-        """The tensors as base64 text, for JSON; `of` reads it."""
+        """The tensors as base64 text, which JSON can hold; `SentTensors.of` decodes it."""
         data = safetensors.torch.save({name: tensor.contiguous() for name, tensor in self.tensors.items()})
         return base64.b64encode(data).decode()
 
     @classmethod
     def of(cls, text: str) -> SentTensors:
-        """Read tensors from the property `text` of another object."""
+        """Decode the tensors that another rank has sent.
+
+        Args:
+            text: base64 text, from the sender's property `text`.
+        """
         return cls(safetensors.torch.load(base64.b64decode(text)))
 
     def behind(self, resumed: int) -> dict[str, torch.Tensor]:
-        """The tensors for the prompt with resumed tokens behind it: token type ids are lengthened by 0, for text.
+        """Fit the tensors to a longer prompt, to which resumed tokens (generated before a restart) are appended.
+
+        Token type ids get a 0, which means text, for each resumed token.
 
         Args:
-            resumed: number of tokens that were added to the prompt.
+            resumed: number of tokens that are appended to the prompt.
         """
         return {
             name: pad(tensor, (0, resumed)) if name in TOKEN_TYPES else tensor for name, tensor in self.tensors.items()
@@ -56,29 +62,30 @@ class SentTensors:
 
 @dataclass(frozen=True, kw_only=True)
 class TextSpec:
-    """The specification of one text to generate: its prompt, its sampling, and where it ends.
+    """Everything that the engine needs to generate one sequence: its prompt, its sampling, and where it ends.
 
     Args:
-        prompt: token ids.
-        max_new_tokens: most tokens to add.
-        sampling: fields of lp.SamplingParams by name, the seed among them; None is greedy.
-        sequence: index among the n choices of a prompt; each index samples another text from the same seed.
-        eos: token ids that end the text; None takes the model's.
+        prompt: token ids of the prompt.
+        max_new_tokens: most tokens to generate.
+        sampling: fields of lp.SamplingParams by name, including the seed; None: decoding is greedy.
+        sequence: index among the n choices for a prompt, from 0; with one seed, each index samples a different text.
+        eos: ids of the tokens that end the text; None: the model's own.
         logit_bias: pairs of token id and the number to add to its logit.
-        presence_penalty: subtracted from the logit of each token that the text already has.
-        frequency_penalty: subtracted once for each time that the text has the token.
-        repeat_last_n: number of last tokens that both penalties and the repetition penalty of `sampling` look at; -1 is
-            all, 0 is no penalty.
+        presence_penalty: amount subtracted from the logit of each token that the text already has.
+        frequency_penalty: amount subtracted from a token's logit for each time that the text already has the token.
+        repeat_last_n: how many of the last tokens the three penalties look at (the third is `sampling`'s repetition
+            penalty); -1: all; 0: none, so that no penalty applies.
         prediction: token ids that the client expects, from which draft tokens come.
-        grammar: (kind, text) of the grammar that the text follows, as `Grammars.grammar` takes them; None for none.
-        resumed: ids of the text's first tokens, which the server before a restart generated.
-        reasoning: (begin, end, is_open), the fields of `Reasoning`; None where the text has no reasoning told apart.
-        logprobs: how many of the likeliest tokens are reported beside each token; None reports none, and no log
-            probability of the token either.
-        owner: name of the client's key, whose earlier texts draft tokens may come from; empty for a key without a name.
-        corpora: names of the server's corpora that draft tokens may come from; None: all.
-        images: images of the prompt; None for none.
-        adapter: name of the adapter that the text goes through; None for none.
+        grammar: kind and source of the grammar that the text follows, such as ("regex", "[0-9]+"); None: any text.
+        resumed: ids of the text's first tokens, which a server generated before it was restarted.
+        reasoning: (begin, end, is_open), the fields of `Reasoning`; None: reasoning is not separated from the answer.
+        logprobs: how many of the likeliest tokens are reported beside each token and its log probability; None: no log
+            probabilities are reported.
+        owner: name of the client, whose earlier texts draft tokens may come from; empty if the client's key has no
+            name.
+        corpora: names of the server's corpora (files made by `lp corpus`) that draft tokens may come from; None: all.
+        images: images in the prompt; None: there are none.
+        adapter: name of the LoRA adapter to apply; None: the model alone.
     """
 
     prompt: list[int]
@@ -101,29 +108,36 @@ class TextSpec:
     adapter: str | None = None
 
     def as_data(self) -> dict[str, Any]:
-        """The fields by name, in JSON's types, for `of` on another rank; lists are not copied, as prompts are long."""
+        """The fields by name, as values that JSON can hold; `TextSpec.of` reads them on another rank.
+
+        Lists are not copied, as prompts may be long.
+        """
         data = {each.name: getattr(self, each.name) for each in fields(self)}
         return data | {"images": self.images.text} if self.images else data
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> TextSpec:
-        """Make a specification from the data that `as_data` gave."""
+        """Rebuild the description of a sequence that another rank has sent.
+
+        Args:
+            data: the sender's fields, from `as_data`.
+        """
         images = SentTensors.of(data["images"]) if data.get("images") else None
         return cls(**{**data, "images": images})
 
     @property
     def resumable(self) -> bool:
-        """Whether the text can go on behind kept tokens after a restart: not with a grammar or log probabilities."""
+        """Whether the text can be continued from kept tokens after a restart: not with a grammar or logprobs."""
         return self.grammar is None and self.logprobs is None
 
     def arguments(self, grammars: Grammars) -> dict[str, Any]:
-        """The keyword arguments of `Engine.submit` that generate this text.
+        """The keyword arguments for `Engine.submit` that generate this sequence.
 
         Args:
             grammars: compiles the grammar.
 
         Raises:
-            ValueError: a value out of range.
+            ValueError: a value is out of range.
         """
         return {
             "input_ids": [*self.prompt, *self.resumed],

@@ -23,11 +23,11 @@ POLICY = "default-src 'self'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 
 
 def open_paths(metrics_key: bool, models_key: bool) -> set[str]:
-    """Paths that are answered without the API key.
+    """Paths that are answered without an API key.
 
     Args:
-        metrics_key: require the key for /metrics, too.
-        models_key: require the key for the list of models, too.
+        metrics_key: whether /metrics needs a key.
+        models_key: whether the list of models needs a key.
     """
     metrics = [] if metrics_key else ["/metrics"]
     models = [] if models_key else ["/v1/models", "/models"]
@@ -35,7 +35,11 @@ def open_paths(metrics_key: bool, models_key: bool) -> set[str]:
 
 
 def status_routes(served: Served) -> APIRouter:
-    """A router with the endpoints that generate no text, such as /health and /v1/models."""
+    """Create the router with the endpoints that generate no text, such as /health and /v1/models.
+
+    Args:
+        served: the model that the endpoints tell about.
+    """
     router = APIRouter()
     tokenizer = served.tokenizer
 

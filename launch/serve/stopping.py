@@ -13,23 +13,24 @@ from ..text.detokenizer import Detokenizer, Vocabulary
 
 
 class TextWatch:
-    """Decodes a text's tokens and ends the text at the client's stop strings and limits.
+    """Decodes a text's tokens, and ends the text at the client's stop strings and limits.
 
-    Characters that may begin a stop string are held back until that is settled: none that were sent are taken back. A
-    stop string may be the name of a special token, such as "<|im_end|>".
+    Characters that may begin a stop string are held back until the text shows whether they do, as characters that were
+    sent can't be taken back. A stop string may be the name of a special token, such as "<|im_end|>".
 
     Args:
-        tokenizer: the model's tokenizer, or its vocabulary.
+        tokenizer: the model's tokenizer, or its `Vocabulary`.
         prompt: ids of the tokens before the text.
-        stop: strings; the text ends before the first that it comes to.
-        min_indent: number of characters; the text ends before a line, other than its first, that is indented by fewer.
-        time_limit_s: seconds from the first decode step on; the text ends at the first later step that finds its first
-            line complete. None is no limit.
+        stop: stop strings; the text ends before the first place at which one of them occurs.
+        min_indent: number of characters; the text ends before a line that is indented by fewer, its first line
+            excepted.
+        time_limit_s: seconds after the first decode step at which the text ends, though never before its first line is
+            complete. None: there is no limit.
 
     Attributes:
         ended: whether a stop string or a limit has ended the text.
-        found: the stop string that ended the text; None where none has.
-        num_tokens: number of tokens so far, those of the stop string included.
+        found: the stop string that ended the text; None if no stop string has.
+        num_tokens: number of the text's tokens so far, including those of the stop string.
     """
 
     def __init__(
@@ -55,10 +56,13 @@ class TextWatch:
         self.num_thought = 0  # tokens of its reasoning, which is none: see `ReasoningWatch`
 
     def push(self, tokens: Sequence[int]) -> str:
-        """Take a decode step's tokens.
+        """Decode the tokens of the next decode step.
+
+        Args:
+            tokens: token ids that the step added.
 
         Returns:
-            The characters that can be sent now: complete, and no beginning of a stop string.
+            The characters that can be sent now: they are complete, and do not begin a stop string.
         """
         if not (self._stop or self._min_indent):
             self.num_tokens += len(tokens)
@@ -75,11 +79,11 @@ class TextWatch:
         return shown
 
     def thought(self) -> str:
-        """Empty: no reasoning is told apart here; see `ReasoningWatch.thought`."""
+        """Always "", as this class does not separate reasoning from the answer; `ReasoningWatch.thought` does."""
         return ""
 
     def flush(self) -> str:
-        """The characters that were held back, once the text has ended; empty where a stop string has ended it."""
+        """The last characters, which were held back, once the text has ended; "" if a stop string has ended it."""
         if self._is_cut:
             return ""
         rest = self._take(self._detokenizer.flush())

@@ -1,10 +1,11 @@
-"""Files that note requests until they end, so that a restarted server can report them and go on with their texts.
+"""Keeps a file for each request until it ends, so that a restarted server can report and continue unfinished ones.
 
-    {"id": "cmpl-1f0c", "began": 1790000000, "texts": 2, "seed": 7, "key": "9e2b..."}    a request
-    {"text": 1, "t": [312, 9]}                    a step's tokens of one of its texts, where the server keeps tokens
+    {"id": "cmpl-1f0c", "began": 1790000000, "texts": 2, "seed": 7, "key": "9e2b..."}    first line: the request
+    {"text": 1, "t": [312, 9]}                    tokens that a decode step added to one of the request's texts
 
-A request with kept tokens goes on behind them when a client sends the same again, seed included. Until then its file
-stays. Files that are a day old are deleted when a server starts, and when it takes a request.
+Token lines are only written if the server keeps tokens. If a client repeats an unfinished request after a restart, seed
+included, its texts continue after these tokens. The file stays until the client repeats the request. Files that are a
+day old are deleted when a server starts, and when it takes a request.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ KEPT_S = 24 * 3600  # that tokens wait for a client who asks again
 
 
 class UnfinishedRequest:
-    """The file that notes a request until it ends.
+    """The file that is kept for one request until the request ends.
 
     Args:
-        path: file to make; None keeps nothing, as does a file that is there already.
-        facts: data of the first line, such as {"id": "cmpl-1f0c", "began": 1790000000}.
+        path: file to create; nothing is kept if it is None, or if the file exists already.
+        facts: data of the file's first line, such as {"id": "cmpl-1f0c", "began": 1790000000}.
         keeps_tokens: whether `add` writes tokens.
     """
 
@@ -53,18 +54,18 @@ class UnfinishedRequest:
         return self._adds
 
     def add(self, text: int, tokens: Sequence[int]) -> None:
-        """Write a decode step's tokens.
+        """Append the tokens of one decode step to the file.
 
         Args:
-            text: index of the text among those of the request.
-            tokens: token ids that the step added.
+            text: index of the text among those of the request, from 0.
+            tokens: token ids that the step added to the text.
         """
         if self._adds and tokens:
             assert self._path is not None
             self._adds = _append(self._path, {"text": text, "t": [*tokens]})
 
     def end(self) -> None:
-        """Delete the file: the request has ended, or its client has left."""
+        """Delete the file, as the request has ended or its client has left."""
         self._adds = False
         if self._path is not None:
             with contextlib.suppress(OSError):
@@ -84,20 +85,22 @@ class _Left(NamedTuple):
 
 
 class UnfinishedRequests:
-    """A folder with a file for each request that has not ended, from which a restarted server goes on.
+    """A folder with a file for each request that has not ended, from which a restarted server continues requests.
+
+    Prompts are never written.
 
     Args:
-        folder: a folder that no other server uses; None keeps nothing.
-        model: see `resumed_model` in opening.py; with it, files have the tokens of texts. None keeps no tokens. Prompts
-            are never written.
+        folder: a folder that no other server uses; None: nothing is kept.
+        model: identifies the model and its defaults (`resumed_model`), so that tokens are only reused with the model
+            that generated them. None: tokens are not kept.
         setting: name of the setting that gives the folder, for error messages.
 
     Attributes:
         earlier: first lines of the requests that earlier servers left unfinished, oldest first, each with the number of
-            kept "tokens" where there are any.
+            its kept "tokens" if there are any.
 
     Raises:
-        ValueError: the folder can't be made or read, or has files of something else.
+        ValueError: the folder can't be made or read, or has other files.
     """
 
     def __init__(self, folder: Path | None, model: str | None = None, setting: str = "LP_RUN_DIR") -> None:
@@ -122,10 +125,10 @@ class UnfinishedRequests:
         """A digest of everything that a request's texts depend on, by which a repeated request is recognized.
 
         Args:
-            specs: the texts of the request.
+            specs: the texts that the request asks for.
 
         Returns:
-            16 hexadecimal digits; empty where no tokens are kept.
+            16 hexadecimal digits; "" if the request's tokens can't be kept.
         """
         if self._model is None or not all(spec.resumable for spec in specs):
             return ""
@@ -140,12 +143,12 @@ class UnfinishedRequests:
         return f"{text_digest(json.dumps([self._model, *texts])):016x}"
 
     def begin(self, name: str, key: str, **facts: Any) -> UnfinishedRequest:
-        """Make the file of a request that the server has accepted.
+        """Create the file for a request that the server has accepted.
 
         Args:
             name: the request's id, as its answer has it.
-            key: see `key`; tokens are kept unless it is empty.
-            **facts: more fields of the first line.
+            key: the request's digest from `key`; if it is "", the file keeps no tokens.
+            **facts: more fields for the first line.
         """
         path = None if self._folder is None else self._folder / f"{self._next}.jsonl"
         self._next += 1
@@ -153,11 +156,15 @@ class UnfinishedRequests:
         return UnfinishedRequest(path, {"id": name, "began": int(time()), **facts, **known}, bool(key))
 
     def resumed(self, specs: Sequence[TextSpec], key: str) -> list[TextSpec]:
-        """The texts of a request, with the tokens of an unfinished request of this key as their first, if there is one.
+        """Give a request's texts the tokens that an earlier server generated, if it left the same request unfinished.
 
         Args:
-            specs: the texts of the request.
-            key: see `key`.
+            specs: the texts that the request asks for.
+            key: the request's digest from `key`.
+
+        Returns:
+            The texts, with the earlier server's tokens as `resumed`, except the last one, which is generated again;
+            unchanged if there are no such tokens.
         """
         self._forget_old()
         if key not in self._left:
@@ -167,7 +174,11 @@ class UnfinishedRequests:
         return [replace(spec, resumed=tokens.get(index, [])[:-1]) for index, spec in enumerate(specs)]
 
     def taken(self, key: str) -> None:
-        """Delete the earlier server's file with this key: the file of the new request has its tokens now."""
+        """Delete the earlier server's file for a continued request, as the new request's file has its tokens now.
+
+        Args:
+            key: the request's digest from `key`.
+        """
         if key in self._left:
             self._forget(key, self._left[key][0])
 
@@ -197,14 +208,16 @@ class UnfinishedRequests:
 
 @contextlib.contextmanager
 def only_server(folder: Path, setting: str) -> Iterator[None]:
-    """Make a folder for unfinished requests and lock it: other servers would delete its files.
+    """Create a folder for unfinished requests, and keep it locked while this context manager is open.
+
+    The lock keeps out other servers, which would delete the files.
 
     Args:
         folder: the folder.
-        setting: name of the setting that gives it, for error messages.
+        setting: name of the setting that gives the folder, for error messages.
 
     Raises:
-        ValueError: the folder can't be made, or another server has it.
+        ValueError: the folder can't be made, or another server has locked it.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -221,7 +234,7 @@ def only_server(folder: Path, setting: str) -> Iterator[None]:
 
 
 def unfinished_folder() -> Path | None:
-    """The folder for notes of unfinished requests within LP_RUN_DIR; None unless torchrun restarts failed ranks."""
+    """The folder for unfinished requests inside LP_RUN_DIR; None unless torchrun restarts failed ranks."""
     run = os.environ.get("LP_RUN_DIR")
     return Path(run) / "unfinished" if run and env_int("TORCHELASTIC_MAX_RESTARTS", 0) else None
 

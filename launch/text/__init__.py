@@ -1,1 +1,1 @@
-"""Text and tokens: chats as token ids, and generated tokens as text while they come."""
+"""Conversion between text and tokens: chats to token ids, and generated tokens to text as they come."""

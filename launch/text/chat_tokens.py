@@ -1,6 +1,6 @@
-"""Chat messages as token ids, in which only the chat template writes special tokens.
+"""Encodes chat messages so that only the chat template can write special tokens.
 
-A user's message that says `<|im_end|>` would otherwise end its turn, and could begin one of the system's.
+Otherwise a user's message that contains `<|im_end|>` would end the user's turn, and could begin a system message.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from lp.errors import UserError
 
 
 class LiteralCopy:
-    """A tokenizer's copy that encodes special tokens as plain text, for users' texts; made when it is first needed.
+    """A copy of a tokenizer that encodes special tokens as plain text, for users' texts; made at the first use.
 
-    Tokenizers keep the choice as a state that a call changes: with one tokenizer, other threads would encode by it,
-    too.
+    A tokenizer keeps this choice as a state, which a call with `split_special_tokens` changes. With only one tokenizer,
+    threads would change it for each other.
 
     Args:
         tokenizer: the model's tokenizer.
@@ -33,7 +33,7 @@ class LiteralCopy:
         self._lock = threading.Lock()
 
     def get(self) -> PreTrainedTokenizerBase:
-        """The copy, which the first call makes.
+        """Return the copy, which the first call makes.
 
         Raises:
             ValueError: this tokenizer can't be copied.
@@ -58,13 +58,16 @@ def chat_tokens(
     /,
     **given: Any,
 ) -> list[int]:
-    """Token ids of messages in the model's chat template, up to where the answer begins.
+    """Apply the model's chat template to messages, and encode the prompt up to where the answer begins.
+
+    Special tokens that the messages contain are encoded as plain text.
 
     Args:
         tokenizer: the model's tokenizer.
         messages: messages as `apply_chat_template` takes them.
-        literal: the tokenizer's copy, where several threads encode; None: the tokenizer itself.
-        given: more arguments of `apply_chat_template`.
+        literal: the tokenizer's copy for plain text, needed if several threads encode; None: the tokenizer itself is
+            used.
+        given: more arguments for `apply_chat_template`.
 
     Raises:
         ValueError: a message has a special token that the tokenizer can't encode as plain text.
@@ -80,15 +83,16 @@ def chat_tokens(
 def text_tokens(
     tokenizer: PreTrainedTokenizerBase, text: str, literal: LiteralCopy | None = None, **given: Any
 ) -> list[int]:
-    """Token ids of a user's text; special tokens in it are encoded as plain text.
+    """Encode a user's text, with special tokens in it as plain text, and return its token ids.
 
     The tokenizer still adds its own special tokens, such as BOS, around the text.
 
     Args:
         tokenizer: the model's tokenizer.
         text: the user's text.
-        literal: the tokenizer's copy, where several threads encode; None: the tokenizer itself.
-        given: more arguments of the tokenizer's call.
+        literal: the tokenizer's copy for plain text, needed if several threads encode; None: the tokenizer itself is
+            used.
+        given: more arguments for the tokenizer's call.
 
     Raises:
         ValueError: the text has a special token that the tokenizer can't encode as plain text.
@@ -107,12 +111,16 @@ def _literal_tokens(
 
 
 class HiddenTokens:
-    """Marks that hide special tokens in users' texts while a chat template is applied; they become plain text.
+    """Hides special tokens in users' texts from a chat template, and encodes them as plain text afterwards.
+
+    `hide` replaces the tokens by marks. `encode` turns the template's output into token ids, with each mark as the
+    plain text of the token that it hides.
 
     Args:
         tokenizer: the model's tokenizer.
-        literal: the tokenizer's copy, where several threads encode; None: the tokenizer itself.
-        others: tokens to hide that the tokenizer does not take for special, such as an image's placeholder.
+        literal: the tokenizer's copy for plain text, needed if several threads encode; None: the tokenizer itself is
+            used.
+        others: further tokens to hide, which the tokenizer does not count as special, such as an image's placeholder.
     """
 
     def __init__(
@@ -134,11 +142,11 @@ class HiddenTokens:
         return bool(self._hidden)
 
     def found(self, text: str) -> bool:
-        """Whether a text has a special token."""
+        """Whether a text contains a special token."""
         return bool(self._special.search(text))
 
     def hide(self, value: Any) -> Any:
-        """A copy of a value with every special token replaced by a mark, in all strings of its lists and dicts.
+        """Return a copy of a value in which marks replace all special tokens, in every string of its lists and dicts.
 
         Args:
             value: messages, or other arguments of a chat template.
@@ -157,7 +165,10 @@ class HiddenTokens:
         return f"{self._mark}{len(self._hidden) - 1}x"
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of the text that a chat template made: the tokens that marks stand for are encoded as plain text.
+        """Encode a chat template's output, in which each mark becomes the plain text of the token that it hides.
+
+        Args:
+            text: the template's output.
 
         Raises:
             ValueError: the tokenizer can't encode a special token as plain text.

@@ -1,12 +1,12 @@
 """The decoders of the `tokenizers` library, fed token by token, for text that is shown while it is generated.
 
-In the library a decoder makes a text of all tokens at once: a chain of steps, each of which turns a list of strings
-into another list. Here each step takes one string after the other, and gives the text that no later one can change. The
-strings are called units, tokens at first; a unit may come in several parts, as behind a step that fuses all units to
-one.
+A decoder of the library gets all tokens at once. It is a chain of stages, called decoder steps here, and each turns a
+list of strings into another list. The classes here take the strings one after the other instead, and return the text
+that no later string can change. The strings are called units; the first step's units are tokens. A unit may come in
+several parts, for example after a step that joins all units into one.
 
-Bytes that are no character yet, or no character at all, are lone surrogates (Python's `surrogateescape`), so that the
-bytes of one character come together at the end, whichever tokens have them.
+Bytes that are no character yet, or no character at all, are lone surrogates (Python's `surrogateescape`). The bytes of
+one character thus come together at the end, whichever tokens they are from.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ BYTE_OF = _byte_alphabet()
 
 
 class Part(NamedTuple):
-    """A part of a unit: of a token, or of the string that a decoder step has made of tokens.
+    """A part of a unit, which is a token, or a string that an earlier decoder step made of tokens.
 
     Attributes:
-        text: its characters.
-        begins: whether it is the first part of its unit.
+        text: characters of the part.
+        begins: whether this is the first part of its unit.
     """
 
     text: str
@@ -63,38 +63,49 @@ Parts = list[Part]
 
 
 class Step:
-    """A decoder step, fed part by part. This base class changes nothing.
+    """A decoder step: a stage of decoding tokens to text, fed part by part. This base class changes nothing.
 
     Attributes:
-        index: number of the unit (token, or string that a step before made) under way, from 0; -1 before the first.
+        index: number of the unit (token, or string from an earlier step) that is being fed, from 0; -1 before the
+            first.
     """
 
     def __init__(self) -> None:
         self.index = -1
 
     def feed(self, part: Part) -> Parts:
-        """Take the next part of a token, and return the parts of text that no later token can change."""
+        """Take the next part of a token or string, and return the parts of the result that nothing later can change."""
         self.index += part.begins
         return [Part(self.inside(part.text) if self.index else self.first(part.text), part.begins)]
 
     def finish(self) -> Parts:
-        """Return the parts of text that were held back; called when the last token has come."""
+        """Return the parts of the result that were held back; called after the last token."""
         return []
 
     def inside(self, text: str) -> str:
-        """What this step makes of a token with others before and behind it: a token's text by itself."""
+        """Convert one token as if it were in the middle of a text, with other tokens before and after it.
+
+        This is used to find the text of a single token.
+
+        Args:
+            text: the token, as the vocabulary or the step before this one spells it.
+        """
         return text
 
     def first(self, text: str) -> str:
-        """What this step makes of the first token of a text, where some decoders drop a space."""
+        """Convert the first token of a text; some decoders drop a space there.
+
+        Args:
+            text: the token, as the vocabulary or the step before this one spells it.
+        """
         return self.inside(text)
 
 
 class WholeUnits(Step):
-    """Base of decoder steps that need each unit as a whole: it joins the parts of a unit before it is changed.
+    """Base class of decoder steps that convert whole units (tokens or strings): it joins a unit's parts first.
 
     Args:
-        in_parts: whether units come in several parts, as behind a step that fuses tokens.
+        in_parts: whether units come in several parts, because an earlier step joins tokens.
     """
 
     def __init__(self, in_parts: bool) -> None:
@@ -121,16 +132,16 @@ class WholeUnits(Step):
         return self.of_unit(text)
 
     def of_unit(self, text: str) -> Parts:
-        """The parts that a whole unit becomes.
+        """Convert a whole unit, and return the parts of the result.
 
         Args:
-            text: the unit; `index` says which one it is.
+            text: characters of the unit; `index` is its number.
         """
         return [Part(self.inside(text) if self.index else self.first(text), True)]
 
 
 class Joined(Step):
-    """The step of a tokenizer without a decoder: tokens are joined with spaces."""
+    """The decoder step for a tokenizer without a decoder: it joins the tokens with spaces."""
 
     def feed(self, part: Part) -> Parts:
         self.index += part.begins
@@ -141,7 +152,10 @@ class Joined(Step):
 
 
 class ByteLevel(WholeUnits):
-    """Decodes byte-level tokens, as GPT-2 has them: each character stands for a byte. All tokens become one text."""
+    """Decodes byte-level tokens, as GPT-2 has them: each character stands for a byte.
+
+    All tokens of a text are joined into one string.
+    """
 
     def of_unit(self, text: str) -> Parts:
         return [Part(self.inside(text), not self.index)]
@@ -155,10 +169,11 @@ class ByteLevel(WholeUnits):
 
 
 class ByteFallback(Step):
-    """Decodes tokens that stand for one byte, such as <0xE4>; those in a row become one unit.
+    """Decodes tokens that stand for one byte, such as <0xE4>; successive ones are joined into one unit (string).
 
     Args:
-        in_parts: whether units come in several parts; none of them is then such a token.
+        in_parts: whether units come in several parts, because an earlier step joins tokens; then no unit is such a
+            token.
     """
 
     def __init__(self, in_parts: bool) -> None:
@@ -178,7 +193,10 @@ class ByteFallback(Step):
 
 
 class Characters(Step):
-    """Joins bytes to characters as soon as these are complete, for steps that look for non-ASCII characters."""
+    """Joins bytes into characters as soon as these are complete.
+
+    It comes before decoder steps that look for non-ASCII characters.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,11 +212,11 @@ class Characters(Step):
 
 
 class Metaspace(Step):
-    """Turns the character that stands for a space in tokens, as SentencePiece has it, into a space.
+    """Replaces the character that SentencePiece's tokens have for a space, such as "▁", by a space.
 
     Args:
-        replacement: the character, such as "▁".
-        prepends: whether the tokenizer puts one before a text, so that it is dropped in the first token.
+        replacement: the character that stands for a space.
+        prepends: whether the tokenizer puts this character before a text; it is then dropped from the first token.
     """
 
     def __init__(self, replacement: str, prepends: bool) -> None:
@@ -214,7 +232,7 @@ class Metaspace(Step):
 
 
 class Fuse(Step):
-    """Joins all tokens to one string, so that later decoder steps look at the text as a whole."""
+    """Joins all tokens into one string, so that later decoder steps see the text as a whole."""
 
     def feed(self, part: Part) -> Parts:
         self.index += part.begins
@@ -222,12 +240,12 @@ class Fuse(Step):
 
 
 class Strip(Step):
-    """Takes a character away from the start and the end of every unit.
+    """Removes a character from the start and the end of every unit (a token, or a string from an earlier step).
 
     Args:
         content: the character.
-        start, stop: how many of it are taken away at most, at the start and at the end.
-        in_parts: whether units come in several parts, as whole texts or runs of bytes.
+        start, stop: how many copies of the character are removed at most, at the start and at the end.
+        in_parts: whether units come in several parts, because an earlier step joins tokens or bytes.
     """
 
     def __init__(self, content: str, start: int, stop: int, in_parts: bool) -> None:
@@ -258,12 +276,12 @@ class Strip(Step):
 
 
 class Replace(Step):
-    """Replaces a string in every unit by another one.
+    """Replaces one string by another in every unit (a token, or a string from an earlier step).
 
     Args:
-        pattern: the string that is replaced, not empty.
-        content: the string in its place.
-        in_parts: whether units come in several parts, and `pattern` may begin in one and end in another.
+        pattern: the string to replace, not empty.
+        content: the string that replaces it.
+        in_parts: whether units come in several parts, so that `pattern` may begin in one part and end in another.
     """
 
     def __init__(self, pattern: str, content: str, in_parts: bool) -> None:
@@ -289,11 +307,11 @@ class Replace(Step):
 
 
 class WholeReplace(WholeUnits):
-    """Replaces the matches of a regular expression in every unit.
+    """Replaces the matches of a regular expression in every unit (a token, or a string from an earlier step).
 
     Args:
-        decoder: the library's decoder, which does it.
-        in_parts: whether units come in several parts; all of a unit is then held back until it ends.
+        decoder: the library's decoder, which replaces the matches.
+        in_parts: whether units come in several parts; a unit is then held back until its last part.
     """
 
     def __init__(self, decoder: decoders.Replace, in_parts: bool) -> None:
@@ -305,12 +323,12 @@ class WholeReplace(WholeUnits):
 
 
 class WordPiece(WholeUnits):
-    """Puts a space before tokens that begin a word, and joins the others to it, as BERT's decoder does.
+    """Puts a space before tokens that begin a word, but not before tokens that continue one, as BERT's decoder does.
 
     Args:
-        prefix: begins tokens that go on with a word, such as "##".
-        cleanup: take away spaces before a full stop, and the like.
-        in_parts: whether units come in several parts, as behind a step that fuses tokens.
+        prefix: prefix of tokens that continue a word, such as "##".
+        cleanup: whether to remove spaces before full stops and the like.
+        in_parts: whether tokens come in several parts, because an earlier step joins them.
     """
 
     def __init__(self, prefix: str, cleanup: bool, in_parts: bool) -> None:
@@ -325,11 +343,11 @@ class WordPiece(WholeUnits):
 
 
 class WordEnds(WholeUnits):
-    """Turns the suffix of tokens that end a word into a space, and into nothing at the end of the text, as for GPT-1.
+    """Replaces the suffix of tokens that end a word by a space, or by nothing at the end of the text, as for GPT-1.
 
     Args:
         suffix: the suffix, such as "</w>".
-        in_parts: whether units come in several parts, as behind a step that fuses tokens.
+        in_parts: whether tokens come in several parts, because an earlier step joins them.
     """
 
     def __init__(self, suffix: str, in_parts: bool) -> None:
@@ -360,8 +378,8 @@ class Ctc(WholeUnits):
     Args:
         pad: the token that stands for no text.
         delimiter: the token between words.
-        cleanup: turn the delimiter into a space, and take away spaces before a full stop, and the like.
-        in_parts: whether units come in several parts, as behind a step that fuses tokens.
+        cleanup: whether to replace the delimiter by a space, and to remove spaces before full stops and the like.
+        in_parts: whether tokens come in several parts, because an earlier step joins them.
     """
 
     def __init__(self, pad: str, delimiter: str, cleanup: bool, in_parts: bool) -> None:
@@ -383,11 +401,14 @@ Steps = Callable[[], list[Step]]
 
 
 def decoder_steps(tokenizer: PreTrainedTokenizerBase) -> Steps | None:
-    """A function that makes the decoder steps for a new text, as the tokenizer's own decoder has them.
+    """Translate a tokenizer's own decoder to decoder steps, which can be fed token by token.
+
+    Args:
+        tokenizer: the model's tokenizer.
 
     Returns:
-        None where the tokenizer is not one of the library's, decodes in a way of its own, or has a decoder of an
-        unknown type: then only whole texts can be decoded.
+        A function that makes new steps for a text. None if the tokenizer is not one of the `tokenizers` library,
+        decodes in its own way, or has a decoder of an unknown type; then only whole texts can be decoded.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or _decodes_itself(tokenizer):
@@ -479,10 +500,10 @@ class _Chain:
 
 
 def fed(steps: Sequence[Step], parts: Parts) -> str:
-    """The text that comes out of the last decoder step when these parts go into the first.
+    """Feed parts of tokens to a chain of decoder steps, and return the text that comes out of the last step.
 
     Args:
-        steps: the steps, which keep what is not certain yet.
+        steps: the steps, which hold back text that later tokens may change.
         parts: parts of the next tokens.
     """
     for step in steps:
@@ -491,7 +512,11 @@ def fed(steps: Sequence[Step], parts: Parts) -> str:
 
 
 def finished(steps: Sequence[Step]) -> str:
-    """The text that the decoder steps have held back, when the text has ended."""
+    """Return the text that a chain of decoder steps has held back; call it after the last token.
+
+    Args:
+        steps: the decoder steps.
+    """
     text = ""
     for place, step in enumerate(steps):
         text += fed(steps[place + 1 :], step.finish())
@@ -499,7 +524,7 @@ def finished(steps: Sequence[Step]) -> str:
 
 
 def inside(steps: Sequence[Step], text: str) -> str:
-    """The text of a token, behind all decoder steps, with other tokens before and behind it.
+    """Decode one token as if it were in the middle of a text, with other tokens before and after it.
 
     Args:
         steps: the decoder steps; they are not changed.
@@ -511,11 +536,11 @@ def inside(steps: Sequence[Step], text: str) -> str:
 
 
 def beginning_length(text: str, sought: str) -> int:
-    """How many last characters of a text begin a longer string, and so must be held back until more text comes.
+    """How many characters at a text's end may begin a sought string, and are held back until more text comes.
 
     Args:
-        text: the text so far: "one </".
-        sought: the string that is looked for: "</w>", of which the text has 2 characters.
+        text: the text so far, such as "one </".
+        sought: the string to look for. With "</w>" the result is 2, for "</".
     """
     for length in range(min(len(text), len(sought) - 1), 0, -1):
         if text.endswith(sought[:length]):
@@ -524,7 +549,7 @@ def beginning_length(text: str, sought: str) -> int:
 
 
 def cleaned(text: str) -> str:
-    """A text without spaces before full stops and the like, as transformers' clean_up_tokenization_spaces makes it."""
+    """Remove spaces before full stops and the like from a text, as transformers' clean_up_tokenization_spaces does."""
     for dirty, clean in CLEAN_UP:
         text = text.replace(dirty, clean)
     return text

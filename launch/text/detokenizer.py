@@ -1,6 +1,6 @@
-"""Text of tokens while they are generated: fed one by one, in steps or all at once, they give one and the same text.
+"""Decodes tokens while they are generated; the text does not depend on how many tokens come at a time.
 
-The text is what a UTF-8 decoder makes of the tokens' bytes: whole characters, and U+FFFD for bytes that are none.
+The text is the tokens' bytes decoded as UTF-8: whole characters, and U+FFFD for bytes that are no character.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ MOST_UNFINISHED = 3  # of them: a byte each
 
 
 class TokenText(NamedTuple):
-    """The text that one more token adds.
+    """The text and the bytes that one more token adds to a text.
 
     Attributes:
-        text: the characters that the token completes; "" while the bytes of a character are missing.
+        text: the characters that the token completes; "" while bytes of a character are missing.
         data: the token's own bytes.
     """
 
@@ -34,9 +34,10 @@ class NamedToken(NamedTuple):
     """A token of a text, as OpenAI's interface reports it with log probabilities.
 
     Attributes:
-        name: the text that the token adds, or "bytes:\\xe2\\x82" where its bytes are no text.
+        name: the text that the token adds, or "bytes:\\xe2\\x82" if its bytes are no whole characters.
         data: the token's own bytes.
-        offset: characters of the text before the token, or before the character that it completes.
+        offset: number of characters that the text has before the token, or before the character that the token
+            completes.
     """
 
     name: str
@@ -45,13 +46,13 @@ class NamedToken(NamedTuple):
 
 
 class Vocabulary:
-    """A tokenizer's tokens, each by itself: names, spellings and bytes; and steps that decode a text of them.
+    """Gives the name, spelling and bytes of each token of a tokenizer, and decoder steps to decode texts with.
 
     Args:
         tokenizer: the model's tokenizer.
 
     Attributes:
-        added: token ids by name of the tokens that were added to the vocabulary, special ones among them.
+        added: ids of the tokens that were added to the vocabulary, special ones among them, by the tokens' names.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -72,7 +73,13 @@ class Vocabulary:
         return piece if isinstance(piece, str) else None
 
     def data(self, token: int) -> bytes | None:
-        """The bytes that a token adds to a text, b"" for a special one; None where decoded texts do not show them."""
+        """The bytes that a token adds to a text; b"" for a special token.
+
+        None if the tokenizer can only decode whole texts, and the token's bytes are no whole characters.
+
+        Args:
+            token: token id.
+        """
         if self.special(token) is not None:
             return b""
         if self._steps is not None:
@@ -85,7 +92,14 @@ class Vocabulary:
         return None if UNFINISHED in text else text.encode()
 
     def name(self, token: int) -> str:
-        """A token's name, as OpenAI writes it: its text within a text, or "bytes:\\xe2" where it has none."""
+        """A token's name in log probabilities, as in OpenAI's interface: the text that it adds inside a text.
+
+        Special tokens have their own names, such as "<|im_end|>". A token whose bytes are no whole characters is named
+        like "bytes:\\xe2", and one whose bytes are unknown like "token_id:123".
+
+        Args:
+            token: token id.
+        """
         if special := self.special(token):
             return special
         data = self.data(token)
@@ -100,17 +114,17 @@ class Vocabulary:
 
 
 class Detokenizer:
-    """Decodes one text's tokens as they come; characters that it has returned never change.
+    """Decodes the tokens of one text as they come; characters that it has returned never change.
 
-    A character whose bytes are not complete waits for more bytes, or for the end of the text.
+    A character whose bytes are not complete is held back until its other bytes come, or the text ends.
 
     Args:
-        tokenizer: the model's tokenizer; or its `Vocabulary`, made once for many texts.
-        prompt: token ids before the first new one, on which e.g. a first space depends.
-        special: whether special tokens are written, too.
+        tokenizer: the model's tokenizer, or its `Vocabulary`, made once for many texts.
+        prompt: token ids before the text; they may decide, for example, whether the text begins with a space.
+        special: whether the names of special tokens are part of the text.
 
     Attributes:
-        begun: whether there is any text yet, the prompt's included.
+        begun: whether there is any text yet, including the prompt's.
     """
 
     def __init__(
@@ -128,7 +142,7 @@ class Detokenizer:
         self._wrote = False
 
     def push(self, tokens: Iterable[int]) -> str:
-        """The characters that these tokens complete.
+        """Take the next tokens of the text, and return the characters that they complete.
 
         Args:
             tokens: the next token ids of the text.
@@ -136,7 +150,7 @@ class Detokenizer:
         return "".join(self.add(token).text for token in tokens)
 
     def add(self, token: int) -> TokenText:
-        """Take the next token of the text: its bytes, and the characters that it completes."""
+        """Take the next token of the text, and return its bytes and the characters that it completes."""
         text = self._fed(token)
         self._wrote |= bool(text)
         self.begun |= bool(text)
@@ -145,11 +159,11 @@ class Detokenizer:
 
     @property
     def waiting(self) -> bytes:
-        """Bytes of the last character so far, while it is not complete; b"" if it is."""
+        """Bytes of a character at the text's end that is not complete yet; b"" if there is none."""
         return self._characters.getstate()[0]
 
     def flush(self) -> str:
-        """The text that was held back, when the text has ended: U+FFFD for an incomplete character."""
+        """Return the text that was held back, once the last token has come; an incomplete character becomes U+FFFD."""
         rest = self._window.finish() if self._steps is None and self._window else finished(self._steps or [])
         if not (self._wrote or rest):
             return ""  # what waits is of the prompt
@@ -233,28 +247,28 @@ def decoded(
     behind: Sequence[int] = (),
     special: bool = False,
 ) -> str:
-    """The text of tokens that are all there.
+    """Decode a complete list of tokens at once, and return the text.
 
     Args:
         tokenizer: the model's tokenizer, or its `Vocabulary`.
         tokens: token ids to decode.
-        behind: token ids before them, whose text is not returned.
-        special: whether special tokens are written, too.
+        behind: token ids before `tokens`, such as the prompt's, whose text is not returned.
+        special: whether the names of special tokens are part of the text.
     """
     detokenizer = Detokenizer(tokenizer, behind, special)
     return detokenizer.push(tokens) + detokenizer.flush()
 
 
 class TokenWalk:
-    """Names the tokens of a text one by one, with their bytes and places, as log probabilities are reported.
+    """Walks through the tokens of a text, and gives each one's name, bytes and place for log probabilities.
 
-    A name is the text that a token adds: "the" at the beginning of a text may be " the" further on, where the tokenizer
-    drops a text's first space.
+    A token's name is the text that it adds at its place. If the tokenizer drops a text's first space, a token that is
+    named " the" elsewhere is named "the" at the beginning of a text.
 
     Args:
         vocabulary: the model's tokens.
-        prompt: token ids before the first one that is named.
-        offset: characters before the first token that is named, where offsets begin.
+        prompt: token ids before the first token that is named.
+        offset: the first named token's place: the number of characters before it.
     """
 
     def __init__(self, vocabulary: Vocabulary, prompt: Sequence[int] = (), offset: int = 0) -> None:
@@ -275,7 +289,7 @@ class TokenWalk:
 
 
 def name_of(data: bytes) -> str:
-    """The name of a token with these bytes: their text, or "bytes:\\xe2\\x82" if they are no text."""
+    """The name of a token with these bytes: their text, or "bytes:\\xe2\\x82" if they are no whole characters."""
     try:
         return data.decode()
     except UnicodeDecodeError:

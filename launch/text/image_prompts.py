@@ -1,4 +1,4 @@
-"""Prompts with images: messages in a model's chat template, with the tensors that its processor makes of the images."""
+"""Prompts with images: messages in a model's chat template, and tensors that its processor makes of the images."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ PROBE = "x7q5x"
 
 
 class ImagePrompt(NamedTuple):
-    """A prompt with images, as decoders take it.
+    """A prompt that may have images, in the form that decoders take.
 
     Attributes:
-        tokens: token ids, placeholders of images among them.
-        inputs: tensors of the images that `generate` takes besides, by name, such as "pixel_values".
+        tokens: token ids, including the images' placeholders.
+        inputs: tensors for the images, by the names of `generate`'s arguments, such as "pixel_values".
     """
 
     tokens: list[int]
@@ -41,15 +41,15 @@ class ImagePrompt(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ImagePrompts:
-    """Makes prompts with images for one model, or says why the model takes none.
+    """Makes prompts with images for one model, or says why the model takes no images.
 
     Args:
         tokenizer: the model's tokenizer.
-        dtype: the model's dtype, which pixels get.
-        processor: the model's processor of images; None: there is none.
-        why_not: without a processor, the error's line: why, and what helps.
-        one_at_a_time: a lock for threads to hold while they decode a prompt's images and make it, as many large images
-            at once would fill the memory.
+        dtype: the model's dtype, to which the images' tensors are converted.
+        processor: the model's image processor; None: there is none, and images are refused.
+        why_not: error message if there is no processor, with the reason and a remedy.
+        one_at_a_time: a lock that threads hold while they decode a prompt's images and make the prompt, as many large
+            images at once would fill the memory.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -62,13 +62,15 @@ class ImagePrompts:
     def of(
         cls, name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, trust_remote_code: bool = False
     ) -> ImagePrompts:
-        """Prompts for a checkpoint, with its processor if it has one that lp can use.
+        """Load a checkpoint's image processor, and return an object that makes prompts with it.
+
+        If lp does not support the model's images, or the processor can't be loaded, the object refuses images.
 
         Args:
             name: the checkpoint, as the user gave it.
             model: the loaded model.
-            tokenizer: the loaded tokenizer; without a chat template it gets the processor's.
-            trust_remote_code: run code that comes with the checkpoint.
+            tokenizer: the loaded tokenizer; if it has no chat template, it gets the processor's.
+            trust_remote_code: whether to run code that comes with the checkpoint.
         """
         if model.config.model_type not in EXACT:
             return cls(tokenizer=tokenizer)
@@ -94,7 +96,7 @@ class ImagePrompts:
         """Refuse images if the model takes none.
 
         Raises:
-            ValueError: why, and what helps.
+            ValueError: the model takes no images; the message has the reason and a remedy.
         """
         if self.processor is None:
             raise UserError(self.why_not)
@@ -107,15 +109,17 @@ class ImagePrompts:
         /,
         **given: Any,
     ) -> ImagePrompt:
-        """The prompt of messages with images, up to the answer, as the processor's own `apply_chat_template` writes it.
+        """Make the prompt for messages with images, up to where the answer begins.
 
-        Special tokens and image placeholders that stand in the messages' texts are encoded as plain text.
+        The result is that of the processor's own `apply_chat_template`, except that special tokens and image
+        placeholders in the messages' texts are encoded as plain text.
 
         Args:
             messages: messages of a chat, in which a part {"type": "image"} stands for the next image.
-            images: images of the messages, in their order.
-            literal: the tokenizer's copy, where several threads encode; None: the tokenizer itself.
-            given: more arguments of `apply_chat_template`.
+            images: the messages' images, in order.
+            literal: the tokenizer's copy for plain text, needed if several threads encode; None: the tokenizer itself
+                is used.
+            given: more arguments for `apply_chat_template`.
 
         Raises:
             ValueError: the model takes no images, or its processor refuses these.
@@ -159,15 +163,15 @@ class ImagePrompts:
 def for_template(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], template: str | None = None
 ) -> list[dict[str, Any]]:
-    """Messages in the form that the chat template can print: some templates of models with images need lists of parts.
+    """Convert messages to the form that a chat template can print, as some templates only print lists of parts.
 
     Args:
-        tokenizer: applies the template.
-        messages: with a text, or a list of parts, as their content.
-        template: the chat template; None: the tokenizer's.
+        tokenizer: the tokenizer that applies the template.
+        messages: messages whose content is a text or a list of parts.
+        template: the chat template; None: the tokenizer's own.
 
     Returns:
-        Copies of the messages; a text is made a list of one part where the template prints no plain texts.
+        Copies of the messages. If the template prints no plain texts, each text has become a list of one part.
     """
     probe = [{"role": "user", "content": PROBE}]
     try:

@@ -1,4 +1,4 @@
-"""Generated text written as it comes, in colours that show how many tokens came in one decode step."""
+"""Writes generated text as it comes, in colours that show how many tokens each decode step added."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def shows_colours(file: TextIO) -> bool:
 
 
 class Pen:
-    """Writes generated text, and remarks beside it; in colours on a terminal, without them elsewhere.
+    """Writes generated text and remarks about it, in colours on a terminal and without colours elsewhere.
 
     Args:
-        file: gets the generated text.
+        file: file for the generated text.
         colour: whether `file` is a terminal that shows colours.
-        aside: gets the remarks; None: `file` does.
+        aside: file for the remarks; None: they go to `file`, too.
     """
 
     def __init__(self, file: TextIO, colour: bool, aside: TextIO | None = None) -> None:
@@ -42,7 +42,7 @@ class Pen:
         self._dims = colour if aside is None or aside is file else shows_colours(aside)
 
     def step(self, text: str, tokens: int) -> None:
-        """Write the text of one decode step, in the colour of its number of tokens.
+        """Write the text of one decode step, in the colour for its number of tokens.
 
         Args:
             text: the characters that the step completed.
@@ -51,11 +51,11 @@ class Pen:
         self._write(self._file, text, STEP_COLOURS.get(min(tokens, max(STEP_COLOURS)), ""), self.colour)
 
     def aside(self, text: str) -> None:
-        """Write a remark, which is no generated text; dimmed on a terminal."""
+        """Write a remark, which is not part of the generated text; dimmed on a terminal."""
         self._write(self._aside, text, DIM, self._dims)
 
     def legend(self) -> None:
-        """Write a line that says which colour stands for how many tokens a step; nothing without colours."""
+        """Write a line that says which colour stands for how many tokens a step; nothing is written without colours."""
         if self.colour:
             *fewer, most = [f"{code}{count}{RESET}" for count, code in STEP_COLOURS.items()]
             legend = f"tokens that came in one step:{RESET} 1 {' '.join(fewer)} {most} or more\n"
@@ -73,12 +73,12 @@ def _put(file: TextIO, text: str) -> None:
 
 
 class Shown(NamedTuple):
-    """A generated text after it was written.
+    """A generated text that `show` has written.
 
     Attributes:
-        text: all of the text.
-        output: what the decoder returned, or had when it was interrupted.
-        interruption: what cut the text short, for the caller to raise; None: nothing did.
+        text: the whole text.
+        output: the decoder's result, or what it had generated when it was interrupted.
+        interruption: the exception that cut the text short, which the caller should raise; None: there was none.
     """
 
     text: str
@@ -94,16 +94,16 @@ def show(
     stream: bool = True,
     before: Callable[[], object] | None = None,
 ) -> Shown:
-    """Run a decoder and write its text, as it comes or at its end; an interrupted text is written, too.
+    """Run a decoder and write its text, either as it comes or at its end; an interrupted text is written, too.
 
     Args:
-        run: generates the text, and calls its argument with the new tokens after every decode step.
+        run: generates the text. It gets a function, which it calls with the new tokens after every decode step.
         tokenizer: the model's tokenizer.
         ids: token ids of the prompt.
         pen: writes the text.
-        stream: whether to write after every step; else all at the end.
-        before: writes something before the text, called as soon as the first text is there; until then a line may show
-            what is being waited for.
+        stream: whether to write after every decode step. If False, all is written at the end.
+        before: called once, just before the first text is written, to write something before it. Until then a line may
+            show what the program is waiting for.
     """
     detokenizer, parts = Detokenizer(tokenizer, ids), list[str]()
     unwritten = contextlib.ExitStack()
