@@ -19,7 +19,7 @@ from lp.waits import waiting
 from ..config.schema import BatchConfig
 from ..running.once import rank
 from ..serve.engine_loop import EngineLoop
-from ..serve.opening import check_answering, check_packages, follow, open_engine, own_journal, read_settings, report
+from ..serve.start_up import check_answering, check_packages, follow, open_engine, own_journal, read_settings, report
 from .answers import Answers
 from .lines import Lines
 

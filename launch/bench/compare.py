@@ -107,7 +107,7 @@ def _describe(
     sampling: SamplingParams | None,
     kv_dtype: KVDtype,
 ) -> Difference:
-    prediction = Prediction.behind(model, [*prompt, *plain[:at]], sampling, kv_dtype)
+    prediction = Prediction.after(model, [*prompt, *plain[:at]], sampling, kv_dtype)
     token, plain_token = (tokens[at] if at < len(tokens) else None for tokens in (new, plain))
     return Difference(
         method=method,
@@ -139,7 +139,7 @@ class Prediction:
 
     @classmethod
     @torch.inference_mode()
-    def behind(
+    def after(
         cls,
         model: Any,
         prefix: Sequence[int],

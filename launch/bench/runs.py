@@ -162,7 +162,7 @@ class Bench(Session[BenchmarkConfig]):
             record["peak_bytes"] = max(int(share["peak_bytes"]) for share in shares[name])
             record["captured"] = captured(self.decoders.get(name))
             record["machine"] = machine_now(self.context.device, self.context.world_size)
-            record["text"] = decoded(self.loaded.tokenizer, result.output.tokens, behind=ids)
+            record["text"] = decoded(self.loaded.tokenizer, result.output.tokens, after=ids)
             record["equal"] = None if found is None else name not in by_method
             record["difference"] = asdict(by_method[name]) if name in by_method else None
             if self.config.quality:

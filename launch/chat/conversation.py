@@ -258,7 +258,7 @@ def chat(config: ChatConfig) -> None:
     history = History(loaded.tokenizer, context_limit(loaded.model), config.system, images=images)
     decoder = builders[config.decoder.name](loaded.model, context)
     decoder.follows = config.generation_config
-    settings = settings.behind(decoder.checkpoint())
+    settings = settings.or_checkpoint(decoder.checkpoint())
     if not context.is_main and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # between answers Ctrl-C is rank 0's affair
     keyboard = Keyboard(config.history_file) if context.is_main else None

@@ -53,7 +53,7 @@ class Settings:
         given = sampling is not None
         return cls(sampling=base, greedy=greedy, max_new_tokens=config.max_new_tokens, given=given)
 
-    def behind(self, checkpoint: Checkpoint) -> Settings:
+    def or_checkpoint(self, checkpoint: Checkpoint) -> Settings:
         """Return these settings, with the checkpoint's own sampling if the config does not say how to sample.
 
         Args:

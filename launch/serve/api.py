@@ -25,7 +25,7 @@ from .named_keys import Client, NamedKey
 from .openai import openai_routes
 from .responses_api import responses_routes
 from .served import CLIENT, Served
-from .status import OPEN_PATHS, open_paths, status_routes
+from .status_endpoints import OPEN_PATHS, open_paths, status_routes
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]

@@ -78,7 +78,7 @@ class LegacyLogprobs:
         names = {token: name for name, token in named.items()}
         return {names[token]: value for token, value in values.items()}
 
-    def behind(self, walk: TokenWalk) -> LegacyLogprobs:
+    def after(self, walk: TokenWalk) -> LegacyLogprobs:
         """Copy this object after a prompt's tokens were added, to add one of several texts that continue the prompt.
 
         Args:

@@ -312,7 +312,7 @@ class Completion(_Answer):
                 offsets = prompt_offsets(served.tokenizer, given, prompt) if isinstance(given, str) else None
                 begun.add_prompt(prompt, logprobs, offsets)
             for _ in range(self.body.n):
-                found.append(begun.behind(TokenWalk(served.words, prompt, len(self.echoes[place]))))
+                found.append(begun.after(TokenWalk(served.words, prompt, len(self.echoes[place]))))
         return found
 
 
@@ -437,7 +437,7 @@ class Chat(_Answer):
         """Where the reasoning of an answer can be; of one that may call tools, the format of calls says it."""
         if self.served.reasoning is None or self.tools is not None:
             return None
-        found = Reasoning.behind(self.served.reasoning, prompt, self.served.words)
+        found = Reasoning.after(self.served.reasoning, prompt, self.served.words)
         return None if found is None else (found.begin, found.end, found.is_open)
 
     def _message(self, text: str, tokens: Sequence[int], ending: Ending) -> dict[str, Any]:

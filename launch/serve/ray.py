@@ -35,8 +35,8 @@ from ..running.hydra_app import CONF, import_plugins, register_resolvers
 from .api import build_app
 from .engine_loop import EngineLoop
 from .named_keys import read_keys
-from .opening import open_engine, read_settings
 from .server import FAILURE_SHOWN_S, check
+from .start_up import open_engine, read_settings
 
 HUNG_S = 60.0  # a turn of the engine that takes longer does not come any more
 # Requests that a replica has, for each text that takes steps: further ones wait where any replica can take them.

@@ -81,7 +81,7 @@ class Reasoning:
     is_open: bool
 
     @classmethod
-    def behind(cls, block: ReasoningBlock, prompt: Sequence[int], words: Vocabulary) -> Reasoning | None:
+    def after(cls, block: ReasoningBlock, prompt: Sequence[int], words: Vocabulary) -> Reasoning | None:
         """Find out where the text after a prompt may have reasoning; None if the prompt has already ended it.
 
         Chat templates may open the reasoning at the prompt's end, or open and close it there to switch it off.

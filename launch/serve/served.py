@@ -527,7 +527,7 @@ class TextGroup:
             self._noted.end()
             if isinstance(error, Closing):
                 raise closing(loop) from None
-            raise busy(f"{loop.texts} texts are waiting, of {loop.max_texts}") from None
+            raise busy(f"{loop.texts} texts run or wait, of {loop.max_texts}") from None
         if self._noted.has_tokens:
             unfinished.taken(key)
 
@@ -585,7 +585,7 @@ def busy(waiting: str) -> ApiError:
     """The error for a request that the server has no room for: status 429, with Retry-After.
 
     Args:
-        waiting: beginning of the message, such as "8 texts are waiting, of 8".
+        waiting: beginning of the message, such as "8 texts run or wait, of 8".
     """
     return ApiError(429, f"{waiting} that may; try again later", headers={"Retry-After": str(RETRY_AFTER_S)})
 
@@ -593,7 +593,7 @@ def busy(waiting: str) -> ApiError:
 def closing(loop: EngineLoop) -> ApiError:
     """The error for a request that comes when the server is about to end or its engine has failed: status 503."""
     message = f"the engine has failed: {loop.failure}" if loop.failure else "the server is about to end"
-    return ApiError(503, message, headers={"Retry-After": "1"})  # a router has another server by then
+    return ApiError(503, message, headers={"Retry-After": str(RETRY_AFTER_S)})  # a router has another server by then
 
 
 def failed(error: BaseException, grammar_field: str = "") -> ApiError:

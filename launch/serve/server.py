@@ -19,7 +19,7 @@ from ..config.schema import ServeConfig
 from ..running.once import rank
 from .engine_loop import EngineLoop
 from .named_keys import check_corpora, read_keys
-from .opening import Opened, check_answering, check_packages, follow, open_engine, own_journal, read_settings, report
+from .start_up import Opened, check_answering, check_packages, follow, open_engine, own_journal, read_settings, report
 
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")  # of the extra
 FAILURE_SHOWN_S = 2.0  # after the engine has failed, /health says so as long

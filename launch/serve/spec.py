@@ -17,7 +17,7 @@ import lp
 from lp.models.prompt_images import TOKEN_TYPES
 from lp.sampling.grammar import Grammar
 from lp.sampling.penalties import CountPenalty, RecentRepetitionPenalty
-from lp.sampling.reasoning import BehindReasoning, ReasoningBlock
+from lp.sampling.reasoning import AfterReasoning, ReasoningBlock
 
 from .grammars import Grammars
 
@@ -47,7 +47,7 @@ class SentTensors:
         """
         return cls(safetensors.torch.load(base64.b64decode(text)))
 
-    def behind(self, resumed: int) -> dict[str, torch.Tensor]:
+    def after(self, resumed: int) -> dict[str, torch.Tensor]:
         """Fit the tensors to a longer prompt, to which resumed tokens (generated before a restart) are appended.
 
         Token type ids get a 0, which means text, for each resumed token.
@@ -152,7 +152,7 @@ class TextSpec:
             "owner": self.owner,
             "corpora": self.corpora,
             "adapter": self.adapter,
-            **(self.images.behind(len(self.resumed)) if self.images else {}),
+            **(self.images.after(len(self.resumed)) if self.images else {}),
         }
 
     def _grammar(self, grammars: Grammars) -> Grammar | None:
@@ -163,7 +163,7 @@ class TextSpec:
         if self.reasoning is None:
             return grammar
         begin, end, is_open = self.reasoning
-        return BehindReasoning(grammar, ReasoningBlock(begin, end), bool(is_open))
+        return AfterReasoning(grammar, ReasoningBlock(begin, end), bool(is_open))
 
     def _sampling_params(self) -> lp.SamplingParams | None:
         """How tokens are sampled, but for a penalty on the last tokens alone, which is a processor."""

@@ -244,7 +244,7 @@ class _Window:
 def decoded(
     tokenizer: PreTrainedTokenizerBase | Vocabulary,
     tokens: Sequence[int],
-    behind: Sequence[int] = (),
+    after: Sequence[int] = (),
     special: bool = False,
 ) -> str:
     """Decode a complete list of tokens at once, and return the text.
@@ -252,10 +252,10 @@ def decoded(
     Args:
         tokenizer: the model's tokenizer, or its `Vocabulary`.
         tokens: token ids to decode.
-        behind: token ids before `tokens`, such as the prompt's, whose text is not returned.
+        after: token ids before `tokens`, such as the prompt's, whose text is not returned.
         special: whether the names of special tokens are part of the text.
     """
-    detokenizer = Detokenizer(tokenizer, behind, special)
+    detokenizer = Detokenizer(tokenizer, after, special)
     return detokenizer.push(tokens) + detokenizer.flush()
 
 

@@ -10,8 +10,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lp.attention.masks import named_kinds
+from lp.models.model_view import ModelView
 from lp.models.skipped_layer import OutputForm, SkippedLayer
-from lp.models.view import ModelView
 
 
 class FewLayers(ModelView):

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 
 from lp.errors import RankFailed, RanksParted
-from lp.models.no_waiting import NoWaiting
+from lp.models.host_waits import NoWaiting
 from lp.parallel.agreement import Outcome
 from lp.parallel.replica import Replica
 

@@ -15,7 +15,7 @@ import torch
 
 from lp.attention.exact import Call, recorded
 from lp.models.excerpt import Excerpt
-from lp.models.trial import StepRunner, Trial, relative_error
+from lp.models.probe_step import StepRunner, Trial, relative_error
 
 EAGER = "eager"  # transformers' own products: there is no kernel
 FUSED_SLACK = 4  # times the rounding of the model's own layers that fused ones may have: as a kernel's

@@ -31,8 +31,7 @@ from lp.models.excerpt import PRECISE, Excerpt
 from lp.models.kv_cache import CacheTooLarge
 from lp.models.model_lock import lock_of
 from lp.models.own_dtype import fault_in_own_dtype
-from lp.models.support import float32_precision
-from lp.models.trial import (
+from lp.models.probe_step import (
     BRANCHES,
     DEPTH,
     PARENTS,
@@ -45,6 +44,7 @@ from lp.models.trial import (
     relative_error,
     tokens_of,
 )
+from lp.models.support import float32_precision
 from lp.sampling.sampler import NOT_FINITE_REMEDY
 
 logger = logging.getLogger(__name__)

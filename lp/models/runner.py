@@ -34,6 +34,7 @@ from lp.models.graph_recorder import CaptureFailed
 from lp.models.kv_cache import CacheTooLarge, StatesKind, StaticKVCache
 from lp.models.latents import expand_latents_by_sequence
 from lp.models.model_lock import lock_of
+from lp.models.model_view import ModelView
 from lp.models.new_cache import new_cache
 from lp.models.probe import check_tree_mask
 from lp.models.prompt_images import PromptImages
@@ -45,7 +46,6 @@ from lp.models.rope import rope_boundary
 from lp.models.sharded_layers import head_of, replica_of, sum_in_rank_order
 from lp.models.support import check_supported
 from lp.models.tree_pass import TreePass
-from lp.models.view import ModelView
 from lp.models.weight_layout import restore
 from lp.to_device import to_device
 from lp.waits import waiting

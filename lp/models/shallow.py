@@ -11,10 +11,10 @@ from torch import nn
 
 from lp.attention.registry import set_attention
 from lp.models.fused import FusedModel
+from lp.models.model_view import ModelView
 from lp.models.query_scales import scaled_by_position
 from lp.models.recurrent_layers import tree_forward
 from lp.models.runner import ModelRunner
-from lp.models.view import ModelView
 
 logger = logging.getLogger(__name__)
 Layer = Callable[..., Any]

@@ -26,7 +26,7 @@ class ReasoningBlock:
     end: int
 
 
-class BehindReasoning:
+class AfterReasoning:
     """A grammar for answers that may begin with a reasoning block: it applies after the block, or at once without one.
 
     Within the block every token is allowed except those that end the text.
@@ -38,7 +38,7 @@ class BehindReasoning:
     """
 
     def __init__(self, grammar: Grammar, block: ReasoningBlock, is_open: bool = False) -> None:
-        self.text = f"behind {block}, {'open' if is_open else 'not open'}: {grammar.text}"
+        self.text = f"after {block}, {'open' if is_open else 'not open'}: {grammar.text}"
         self._grammar = grammar
         self._block = block
         self._is_open = is_open

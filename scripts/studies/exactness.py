@@ -73,7 +73,7 @@ class Exactness(PromptStudy):
             at = first_difference(found.tokens, expected.tokens)
             gap = None
             if at is not None:
-                gap = Prediction.behind(wide(), [*ids, *expected.tokens[:at]], sampling).gap()
+                gap = Prediction.after(wide(), [*ids, *expected.tokens[:at]], sampling).gap()
             other_logits = None
             if found.logits is not None and expected.logits is not None:
                 other_logits = not torch.equal(found.logits, expected.logits)

@@ -21,9 +21,9 @@ import torch
 from lp.errors import UserError
 from lp.models.loader import load
 from lp.models.probe import probed
+from lp.models.probe_step import PARENTS
 from lp.models.runner import ModelRunner
 from lp.models.support import check_supported
-from lp.models.trial import PARENTS
 
 from .harness import Method, Result, Row, Study, Table, option
 

@@ -13,7 +13,7 @@ import torch
 from lp import compiled
 from lp.compiled import U64
 from lp.draft.pool import mixture
-from lp.draft.pool.growth import MIN_PROB
+from lp.draft.pool.best_first_tree import MIN_PROB
 from lp.draft.pool.mixture import (
     FEATURES,
     GAPS,

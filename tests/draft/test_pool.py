@@ -15,7 +15,7 @@ import pytest
 
 import lp
 from lp.compiled import COMPILED, U64
-from lp.draft.pool import growth, ngram_pool
+from lp.draft.pool import best_first_tree, ngram_pool
 from lp.draft.pool.factory import fresh_tables, tables_digest
 from lp.draft.pool.mixture import FEATURES, TOGETHER_0
 from lp.draft.pool.model_ngrams import FILE_NAME, Contexts, new_file, write_file
@@ -173,7 +173,7 @@ def test_growth_is_compiled_once(tmp_path: Path) -> None:
             decoder = lp.LookaheadDecoder(model, config, step_times=budget)
             sampling = lp.SamplingParams(temperature=temperature)
             assert len(decoder.generate([1, 2, 3, 1, 2], 8, sampling).tokens) == 8
-    assert len(growth.propose.signatures) == 1 and len(ngram_pool._learn.signatures) == 1
+    assert len(best_first_tree.propose.signatures) == 1 and len(ngram_pool._learn.signatures) == 1
 
 
 @pytest.mark.skipif(not COMPILED, reason="nothing is compiled")

@@ -13,7 +13,7 @@ import pytest
 
 import lp
 from lp.compiled import compiled_array
-from lp.draft.pool.growth import TRUNK_NODES
+from lp.draft.pool.best_first_tree import TRUNK_NODES
 from lp.draft.pool.ngram_pool import NGramPool
 from lp.draft.share import Share, cut_tree, step_tokens
 from lp.draft.source import DraftSource, ShareInput, TokenPrice

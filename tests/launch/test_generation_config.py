@@ -97,9 +97,9 @@ def test_the_settings_of_a_chat() -> None:
     """A chat begins as the checkpoint samples; what the user sets counts from there on."""
     config = ChatConfig(sampling=type("Greedy", (), {"name": "greedy"})(), seed=3)
     samples = Checkpoint.of(GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9))
-    settings = Settings.of(config).behind(samples)
+    settings = Settings.of(config).or_checkpoint(samples)
     assert settings.chosen == lp.SamplingParams(temperature=0.6, top_p=0.9, top_k=50, seed=3)
     assert settings.changed(["top_k=0"]).chosen == lp.SamplingParams(temperature=0.6, top_p=0.9, seed=3)
-    assert Settings.of(config).behind(Checkpoint.of(GenerationConfig(temperature=0.6))).greedy
+    assert Settings.of(config).or_checkpoint(Checkpoint.of(GenerationConfig(temperature=0.6))).greedy
     given = lp.SamplingParams(temperature=1.5)
     assert sampled_by_checkpoint(given, samples, 3) is given

@@ -46,7 +46,7 @@ def test_float32_equals_generate_on_builtin_prompts(demo: Loaded) -> None:
         output = decoder.generate(ids, new)
         at = first_difference(output.tokens, expected)
         if at is not None:
-            gap = Prediction.behind(exact, [*ids, *expected[:at]]).gap()
+            gap = Prediction.after(exact, [*ids, *expected[:at]]).gap()
             assert gap < NEAR_TIE, f"{prompt.task_id} differs at {at}, where the gap is {gap}"
             excused.append((prompt.task_id, at, gap))
         assert output.compression > 1.2

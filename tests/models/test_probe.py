@@ -20,9 +20,9 @@ from lp.draft.layout import ancestors
 from lp.models.excerpt import Excerpt
 from lp.models.kv_cache import StaticKVCache
 from lp.models.probe import probed
+from lp.models.probe_step import PARENTS, PREFIX, Fault, planted
 from lp.models.runner import ModelRunner
 from lp.models.skipped_layer import SkippedLayer
-from lp.models.trial import PARENTS, PREFIX, Fault, planted
 from tests.support.tiny_models import SLIDING_WINDOW, drawn_weights, tiny_config, tiny_model
 
 SLIDING = ["mistral_sliding", "qwen2_sliding", "gemma3", "phi3_sliding", "starcoder2"]

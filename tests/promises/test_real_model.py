@@ -79,7 +79,7 @@ def explained(prefix: list[int], found: list[int], expected: list[int], sampling
         return ""
     if at >= min(len(found), len(expected)):
         return f"{len(found)} tokens instead of {len(expected)}"
-    prediction = Prediction.behind(loaded().model, [*prefix, *expected[:at]], sampling)
+    prediction = Prediction.after(loaded().model, [*prefix, *expected[:at]], sampling)
     print(f"parts at token {at}: gap {prediction.gap():.1e}, near tie {prediction.near_tie:.1e}")
     if prediction.may_be(found[at], expected[at]):
         return ""

@@ -27,7 +27,7 @@ def test_an_error_of_another_setting(
     wrong: str, start_app: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A config that is printed whole, or its command line, ends up in the logs of whatever started the server."""
-    monkeypatch.setattr("launch.serve.opening.is_installed", lambda package: True)
+    monkeypatch.setattr("launch.serve.start_up.is_installed", lambda package: True)
     ran = start_app(serve, "serve", "port=0", f"api_key={SECRET}", wrong)
     assert ran.code == 2 and ran.err and SECRET not in ran.out + ran.err
     assert SECRET not in repr(ServeConfig(api_key=SECRET))
@@ -43,7 +43,7 @@ def test_an_error_of_another_setting(
 )  # fmt: skip
 def test_a_key_that_cannot_be_read(given: str, start_app: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:
     """Hydra's messages show the override, and with it the key; a key with a bracket or a comma is none to Hydra."""
-    monkeypatch.setattr("launch.serve.opening.is_installed", lambda package: True)
+    monkeypatch.setattr("launch.serve.start_up.is_installed", lambda package: True)
     ran = start_app(serve, "serve", "port=0", given)
     assert ran.code == 2 and "LP_API_KEY" in ran.err and SECRET not in ran.out + ran.err
 

@@ -16,7 +16,7 @@ from transformers import AddedToken, LlamaConfig, LlamaForCausalLM, LogitsProces
 
 import lp
 from lp.errors import UserError
-from lp.sampling.reasoning import BehindReasoning, ReasoningBlock
+from lp.sampling.reasoning import AfterReasoning, ReasoningBlock
 from tests.support.serving import STEP_TIMES, Running, serving
 from tests.support.tokenizers_of import llama_2, model_with
 from tests.support.toy_grammar import ToyGrammar
@@ -58,7 +58,7 @@ def test_a_place_goes_on_and_back_over_the_border(is_open: bool) -> None:
     for seed in range(60):
         rng = random.Random(f"{seed} {is_open}")
         grammar = ToyGrammar(seed, VOCABULARY)
-        matcher = BehindReasoning(grammar, ReasoningBlock(BEGIN, END), is_open).matcher([EOS])
+        matcher = AfterReasoning(grammar, ReasoningBlock(BEGIN, END), is_open).matcher([EOS])
         text: list[int] = []
         for _ in range(60):
             if text and (rng.random() < 0.35 or matcher.ended):
@@ -110,7 +110,7 @@ def test_tokens_of_plain_decoding(is_open: bool, temperature: float) -> None:
             40,
             sampling,
             eos_token_id=EOS,
-            grammar=BehindReasoning(grammar, ReasoningBlock(BEGIN, END), is_open),
+            grammar=AfterReasoning(grammar, ReasoningBlock(BEGIN, END), is_open),
             logits_processor=[_Towards(thinks, len(prompt))],
             prediction=expected.tokens,
             on_tokens=on_tokens,

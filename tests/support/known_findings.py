@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from lp.models import probe
 from lp.models.probe import Findings
+from lp.models.probe_step import StepRunner
 from lp.models.sharded_layers import replica_of
-from lp.models.trial import StepRunner
 from tests.support.simulated_cuda.simulation import CudaTensor
 
 OWN = ("torch.nn.", "transformers.")  # whose modules are what their config and weights say

@@ -12,8 +12,8 @@ def with_shared_weights(model: PreTrainedModel) -> PreTrainedModel:
     """Copy a model's modules, parameters and config; the memory of weights and buffers is shared, not copied.
 
     A library may replace, move or split the copy's parameters and add hooks, and the original stays as it is. Only an
-    in-place write into a weight would change the original too. `lp.models.view.ModelView` does not serve here, since it
-    shares the linear layers themselves with the original.
+    in-place write into a weight would change the original too. `lp.models.model_view.ModelView` does not serve
+    here, since it shares the linear layers themselves with the original.
 
     Args:
         model: the model to copy.

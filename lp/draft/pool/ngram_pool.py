@@ -9,8 +9,8 @@ import numpy as np
 
 from lp.compiled import compiled_array, compiled_ints, jit
 from lp.config import LookaheadConfig
+from lp.draft.pool.best_first_tree import Proposal, StepInput, new_tree, propose
 from lp.draft.pool.corpus import Corpus
-from lp.draft.pool.growth import Proposal, StepInput, new_tree, propose
 from lp.draft.pool.last_step import index_step, new_last_step
 from lp.draft.pool.mixture import learn_text, new_predictor
 from lp.draft.pool.tables import GUESS, LOGITS, TEXT, WINDOW, Samples, Tables, add_ngrams, add_samples, add_text

@@ -28,7 +28,7 @@ from tests.support.workers import app
 for package in ("fastapi", "prometheus_client", "httpx"):
     pytest.importorskip(package, reason="the extra `serve` is not installed")
 
-import launch.serve.opening  # noqa: E402
+import launch.serve.start_up  # noqa: E402
 from launch.batch import batch  # noqa: E402
 from launch.serve.engine_loop import EngineLoop  # noqa: E402
 
@@ -162,7 +162,7 @@ def test_settings_that_servers_would_not_see(setting: str, start_app: Callable[.
 
 
 def test_without_the_extra_it_says_which(start_app: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch.serve.opening, "is_installed", lambda package: package != "httpx")
+    monkeypatch.setattr(launch.serve.start_up, "is_installed", lambda package: package != "httpx")
     ran = start_app(batch, "batch", "input=a", "out=b")
     assert ran.code == 2 and f"lp batch needs httpx; install the extra: {install_command('serve')}" in ran.err
 

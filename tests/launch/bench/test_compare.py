@@ -67,7 +67,7 @@ def model() -> LlamaForCausalLM:
 def test_gap_is_that_of_the_common_prefix(model: LlamaForCausalLM) -> None:
     with torch.inference_mode():
         best = model(torch.tensor([[1, 2, 3, 4]])).logits[0, -1].topk(2).values
-    assert Prediction.behind(model, [1, 2, 3, 4]).gap() == pytest.approx(float(best[0] - best[1]), abs=1e-6)
+    assert Prediction.after(model, [1, 2, 3, 4]).gap() == pytest.approx(float(best[0] - best[1]), abs=1e-6)
     tokens = {"plain": [4, 5, 6], "same": [4, 5, 6], "early": [4, 9], "short": [4]}
     found = differences(model, [1, 2, 3], tokens, tokens["plain"])
     assert [(d.method, d.position, d.token, d.plain_token) for d in found] == [
@@ -90,7 +90,7 @@ def test_what_counts_as_a_tie_is_asked_of_the_model(
 ) -> None:
     """A constant fitted on a small model calls the rounding of a trained one a wrong token, or a wrong token a tie."""
     prefix = [1 + index % 40 for index in range(80)]
-    exact = Prediction.behind(model.double(), prefix)
+    exact = Prediction.after(model.double(), prefix)
     assert 0 < exact.near_tie < 1e-13
     forward = LlamaForCausalLM.forward
 
@@ -101,12 +101,12 @@ def test_what_counts_as_a_tie_is_asked_of_the_model(
         return output
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", rounding)
-    assert Prediction.behind(model, prefix).near_tie == pytest.approx(MARGIN * 0.01)
+    assert Prediction.after(model, prefix).near_tie == pytest.approx(MARGIN * 0.01)
 
 
 def test_a_tie_of_a_coarse_dtype_is_no_less_than_its_rounding(model: LlamaForCausalLM) -> None:
     """All passes may round a logit alike, and another kernel the other way."""
-    prediction = Prediction.behind(model.bfloat16(), [1, 2])
+    prediction = Prediction.after(model.bfloat16(), [1, 2])
     assert prediction.near_tie >= MARGIN * 2**-7 * float(prediction.logits.abs().max())
 
 
@@ -115,16 +115,16 @@ def test_scores_are_those_of_the_cache(kv_dtype: str) -> None:
     """By scores over keys and values that are not rounded, a wrong token might be excused, and a near-tie be none."""
     model, prefix = tiny_model(), drawn_text(random.Random(3), 30)
     plain = lp.AutoregressiveDecoder(model, kv_dtype=kv_dtype).generate(prefix, 1, output_logits=True).logits[0]
-    found = Prediction.behind(model, prefix, kv_dtype=KVDtype(kv_dtype))
+    found = Prediction.after(model, prefix, kv_dtype=KVDtype(kv_dtype))
     assert (found.logits - plain).abs().max() < 1e-9 and found.near_tie < 1e-5
-    assert (Prediction.behind(model, prefix).logits - plain).abs().max() > 1e-4
+    assert (Prediction.after(model, prefix).logits - plain).abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("arch", ["bamba", "llama_dynamic", "llama_longrope"])
 @pytest.mark.parametrize("length", [12, BOUNDARY + 1, BOUNDARY + 6, BOUNDARY + 40])
 def test_what_another_pass_means_otherwise_is_not_rounding(arch: str, length: int) -> None:
     """Other rotary frequencies before a boundary, or positions that a model counts anew, would excuse wrong tokens."""
-    prediction = Prediction.behind(tiny_model(arch), drawn_text(random.Random(3), length))
+    prediction = Prediction.after(tiny_model(arch), drawn_text(random.Random(3), length))
     assert prediction.near_tie < 1e-5 * float(prediction.logits.std())  # recurrent states are float32
 
 
@@ -141,7 +141,7 @@ def test_a_choice_is_that_of_plain_decoding(model: LlamaForCausalLM, sampling: l
     model = model.double()
     tokens = lp.AutoregressiveDecoder(model).generate([1, 2, 3], 20, sampling, eos_token_id=()).tokens
     for at, token in enumerate(tokens):
-        prediction = Prediction.behind(model, [1, 2, 3, *tokens[:at]], sampling)
+        prediction = Prediction.after(model, [1, 2, 3, *tokens[:at]], sampling)
         assert int(prediction.scores(prediction.logits).argmax()) == token
 
 
@@ -156,7 +156,7 @@ def test_a_near_tie_is_one_of_scores(model: LlamaForCausalLM) -> None:
     drawn, other = int(noise.argmax()), int(noise.argmin())
     assert not _prediction([0.5, 0.5]).may_be(other, drawn)
     logits = -noise  # the noise makes up for it
-    assert Prediction.behind(model, [1]).gap() > 0 and abs(float(logits[0] - logits[1])) > 0.01
+    assert Prediction.after(model, [1]).gap() > 0 and abs(float(logits[0] - logits[1])) > 0.01
     tied = Prediction(prefix=[1], logits=logits, near_tie=1e-4, sampling=lp.SamplingParams(seed=0))
     assert tied.may_be(0, 1) and tied.may_be(1, 0)
     assert tied.gap() == pytest.approx(0.0, abs=1e-12)

@@ -30,7 +30,7 @@ from hydra import compose, initialize_config_dir  # noqa: E402
 from launch.config.schema import register, settings  # noqa: E402
 from launch.running.hydra_app import CONF  # noqa: E402
 from launch.serve.adapters import check_adapters, load_adapters  # noqa: E402
-from launch.serve.opening import check_answering  # noqa: E402
+from launch.serve.start_up import check_answering  # noqa: E402
 from launch.text.image_prompts import ImagePrompts  # noqa: E402
 
 NEW = 24

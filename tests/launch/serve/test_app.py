@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-import launch.serve.opening
+import launch.serve.start_up
 from launch.config.schema import ServeConfig
 from launch.serve import serve
-from launch.serve.opening import unfinished_requests
 from launch.serve.server import PACKAGES, bind
+from launch.serve.start_up import unfinished_requests
 from launch.serve.unfinished import UnfinishedRequests, only_server
 from lp.commands import install_command
 from lp.errors import UserError
@@ -42,7 +42,7 @@ BAD = {
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is refused is the same where the extra is missing."""
-    monkeypatch.setattr(launch.serve.opening, "is_installed", lambda package: True)
+    monkeypatch.setattr(launch.serve.start_up, "is_installed", lambda package: True)
 
 
 @pytest.mark.parametrize("setting", BAD)
@@ -85,7 +85,7 @@ def test_events_are_sent_at_once() -> None:
 
 
 def test_without_the_extra_it_says_which(start_app: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch.serve.opening, "is_installed", lambda package: package != PACKAGES[1])
+    monkeypatch.setattr(launch.serve.start_up, "is_installed", lambda package: package != PACKAGES[1])
     ran = start_app(serve, "serve", "port=0")
     assert ran.code == 2 and f"lp serve needs uvicorn; install the extra: {install_command('serve')}" in ran.err
 

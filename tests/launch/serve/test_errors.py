@@ -507,7 +507,7 @@ def test_a_full_queue_answers_429(small_server: Running) -> None:
         assert eventually(lambda: loop.texts == 2)
         refused = http.post(COMPLETE, json=LONG, headers=key)
         assert refused.status_code == 429 and refused.headers["Retry-After"] == "1"
-        assert "2 texts are waiting, of 2 that may" in refused.json()["error"]["message"]
+        assert "2 texts run or wait, of 2 that may" in refused.json()["error"]["message"]
     waiting.join()
     assert eventually(lambda: loop.texts == 0)
 

@@ -467,7 +467,7 @@ def test_what_ranks_are_sent() -> None:
     assert again.images
     for name, tensor in tensors.items():
         assert torch.equal(again.images.tensors[name], tensor)
-    behind = again.images.behind(2)
+    behind = again.images.after(2)
     assert behind["mm_token_type_ids"].tolist() == [[1] * 5 + [0] * 2] and torch.equal(behind["pixel_values"], pixels)
 
 

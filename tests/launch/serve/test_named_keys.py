@@ -15,8 +15,8 @@ import pytest
 import lp
 from launch.config.schema import ServeConfig
 from launch.serve.named_keys import NamedKey, check_corpora, read_keys
-from launch.serve.opening import check_open_files
 from launch.serve.spec import TextSpec
+from launch.serve.start_up import check_open_files
 from launch.serve.unfinished import UnfinishedRequests
 from lp.draft.pool.corpus import MAX_MATCH
 from lp.draft.pool.history_file import HistoryFile

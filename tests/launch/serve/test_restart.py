@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import lp
-from launch.serve.opening import resumed_model
 from launch.serve.spec import TextSpec
+from launch.serve.start_up import resumed_model
 from launch.serve.unfinished import UnfinishedRequests
 from lp.config import KVDtype
 from lp.digest import chain_digest
@@ -262,7 +262,7 @@ def test_another_cache_names_other_requests(loaded: Loaded) -> None:
 
 def test_a_journal_that_somebody_has_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its lines are read as far as they are a server's, and shown without what steers a terminal."""
-    from launch.serve.opening import report
+    from launch.serve.start_up import report
 
     for number, changed in enumerate([{"key": [1]}, {"key": {}}, {"id": "\x1b[31m\nc"}]):
         first = json.dumps({"id": "a", "began": 1, **changed}, separators=(",", ":"))

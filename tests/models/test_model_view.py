@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import lp
-from lp.models.view import ModelView
+from lp.models.model_view import ModelView
 from tests.support.captured import captured_runner
 from tests.support.peft_releases import add_adapter
 from tests.support.tiny_models import drawn_text, plain_greedy, tiny_model

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lp.models.graph_recorder import CaptureFailed, GraphRecorder
-from lp.models.no_waiting import NoWaiting
+from lp.models.host_waits import NoWaiting
 from tests.simulated_gpu.test_device import KERNELS, WAITING
 from tests.support.simulated_cuda import SimulatedCuda
 
