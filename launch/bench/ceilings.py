@@ -118,9 +118,10 @@ def copy_bytes(device: torch.device) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The least bytes and floating-point operations (FLOP) of a forward pass, computed from the sizes of the model.
+    """Bytes and floating-point operations (FLOP) of a forward pass, from which ceilings of speed (roofline) follow.
 
-    For a mixture of experts, all experts count as if every one ran.
+    They are computed from the sizes of the model, and are the least that a pass needs. In a mixture of experts all
+    experts count as if every one ran, so there they are too high, and the ceilings too low.
 
     Args:
         weight_bytes: bytes of the weights that a forward pass reads. The embedding counts only if it is also the LM

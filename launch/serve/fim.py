@@ -189,8 +189,9 @@ class FimPrompts:
     def ends_of(self, prompt: Sequence[int]) -> list[int]:
         """Find the tokens that must end the text generated for a prompt, besides the model's EOS.
 
-        Clients that write a gap's tokens into the prompt themselves seldom give stop strings for the filling. Without
-        them, the model might write "<|file_sep|>" after the filling, and continue with another file.
+        Clients that write the fill-in-the-middle markers, such as `<|fim_prefix|>`, into the prompt themselves seldom
+        give stop strings. Without any, the model might write "<|file_sep|>" after the filling, and continue with
+        another file.
 
         Args:
             prompt: token ids of the prompt.

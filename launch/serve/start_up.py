@@ -155,8 +155,8 @@ class Opened:
         settings: settings that were read before the model was loaded.
         engine: generates the texts; it is warmed up.
         grammars: compiles the grammars that requests have.
-        journal_model: identifies the model and its defaults, so that kept tokens of unfinished requests are only reused
-            with them (`resumed_model`); None: tokens are not kept.
+        journal_model: digest of the model and its default sampling settings, from `resumed_model`. Tokens that a
+            server kept of unfinished requests are only reused under the same digest. None: tokens are not kept.
         images: makes prompts with images; None on other ranks than 0.
     """
 

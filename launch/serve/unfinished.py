@@ -163,8 +163,8 @@ class UnfinishedRequests:
             key: the request's digest from `key`.
 
         Returns:
-            The texts, with the earlier server's tokens as `resumed`, except the last one, which is generated again;
-            unchanged if there are no such tokens.
+            The texts, each with the tokens that the earlier server generated for it as `resumed`. Each text's last
+            token is left out, and generated again. If no tokens were kept for this request, `specs` unchanged.
         """
         self._forget_old()
         if key not in self._left:

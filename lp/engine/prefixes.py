@@ -40,7 +40,8 @@ class CachedText:
 class Prefixes:
     """The sequences that are kept for prefix reuse, with their KV caches.
 
-    If one sequence of an owner is a prefix of another one, only the longer sequence is kept.
+    Each sequence belongs to an owner, such as a client with a key of its own, whose requests alone may reuse it. If one
+    of an owner's sequences is a prefix of another, only the longer one is kept.
 
     Args:
         give_back: function that frees the slots of a cache.

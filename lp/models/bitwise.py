@@ -1,14 +1,14 @@
 """The mode `exact="bitwise"`: lookahead gives the logits of plain decoding bit for bit, in every dtype.
 
-A token's logits follow from the KV of the tokens before it and from the token itself. Where that KV has the bits that
-plain decoding gives it, the token's logits and its own KV have plain decoding's bits, too, provided that
+A token's logits follow from the KV of the tokens before it and from the token itself. If that KV is
+bit-identical to plain decoding's, so are the token's logits and its own KV, provided that
 
 1. a row, which is the hidden state of one token, gets the same bits in every forward pass. So passes are padded to
    numbers of tokens (widths) at which this very model was found to give the same bits, with the number of threads that
    it runs with (`lp.models.equal_widths`). The inputs of experts are padded likewise (`lp.models.experts_by_row`);
-2. attention adds up keys by their positions alone, whichever cache slots they lie in and whichever sequences share the
-   pass (`lp.attention.by_position`);
-3. ranks that divide a model add up in the order of their numbers (`lp.parallel.replica.InRankOrder`).
+2. attention sums over the keys in an order that depends on their positions alone, not on their cache slots or on the
+   other sequences in the pass (`lp.attention.by_position`);
+3. ranks that divide a model between them sum their partial results in rank order (`lp.parallel.replica.InRankOrder`).
 
 The first token of a prompt has no KV before it. So by induction every prompt token and every accepted token has the KV
 that plain decoding in this mode gives it. This holds with any W, N and G (the sizes of lookahead's window, n-grams and

@@ -1,8 +1,8 @@
-"""Queries that are scaled by their position, as in Llama 4's layers without rotary positions.
+"""Scale queries by their tokens' true positions, where a model scales them: Llama 4's layers without rotary positions.
 
-Transformers scales a query by the number of cached tokens plus the token's index in the pass. In a step that computes
-several branches of a draft tree, that number is not the token's position. (arXiv 2501.19399; `attn_temperature_tuning`
-in the config.)
+Transformers computes the scale from the number of cached tokens plus the token's index in the forward pass. In a step
+that computes several branches of a draft tree, that sum is not the token's position, so these layers are given the
+positions. (arXiv 2501.19399; `attn_temperature_tuning` in the config.)
 """
 
 from __future__ import annotations

@@ -138,9 +138,12 @@ def grow_trunk(tables, predictor, tree, step, price, free):
     Args:
         tables, predictor: Tables (the pool's memory) and Predictor (predicts next tokens from it).
         tree: GrowingTree, overwritten.
-        step: StepInput, with the text, the rank and its limits.
-        price: TokenPrice on this rank; only its calibration and depth discount are used.
-        free: TokenPrice by which tokens cost nothing; its arrays must be long enough for all nodes.
+        step: StepInput: the text, this rank's number, and limits on the tree's size and depth.
+        price: TokenPrice of this rank: the step time that one more draft token costs. Only its calibration of
+            acceptance probabilities and its discount for deeper nodes are used: costs differ among ranks, and the trunk
+            must not.
+        free: TokenPrice by which tokens cost nothing, used in place of this rank's costs; its arrays need an entry for
+            each node.
 
     Returns:
         Number of nodes of the trunk, root included.
