@@ -8,6 +8,7 @@ times), never by their own clocks.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -27,6 +28,13 @@ from lp.errors import UserError
 # Time is priced above its worth by this factor: draft tokens are chosen because they look likely, so they are less
 # likely than they look, on average. Fitted on the demo model (docs/experiments/budget.md).
 PRICE_MARGIN = 1.25
+
+# The prompt's logits are read where tokens are nearly free, as on a GPU: where a step of this many tokens takes at most
+# this many plain steps. Elsewhere the LM head costs more time than they bring.
+NEARLY_FREE_TOKENS = 64
+NEARLY_FREE_STEPS = 2
+# The adaptive budget reads them of so many of the prompt's last tokens, so that a long prompt takes no longer.
+PROMPT_LOGITS = 1024
 
 Clock = Callable[[TimedStep], StepTimes | None]
 
@@ -53,8 +61,8 @@ class Budget(Protocol):
         columns: number of columns of the lookahead window in the next step, on all ranks together.
         step_tokens: B, the most step tokens of a rank.
         ranks: R, number of ranks that share a step.
-        uses_prompt_logits: whether the n-gram pool may learn from the prompt's logits, if the settings have them
-            computed.
+        prompt_logits: number of the prompt's last tokens whose logits the n-gram pool may learn from, if the settings
+            have them computed; 0: none.
         max_padded_tokens: largest number that `padded_size` returns; 0 if steps are never padded.
         learns: whether the budget learns from steps; if not, `record_step` and `observe` need not be called.
         company: number and size of the texts that share the next step with this one; set before each step.
@@ -63,7 +71,7 @@ class Budget(Protocol):
     columns: int
     step_tokens: int
     ranks: int
-    uses_prompt_logits: bool
+    prompt_logits: int
     max_padded_tokens: int
     learns: bool
     company: Company
@@ -127,7 +135,7 @@ class FixedBudget:
     """
 
     idle = False
-    uses_prompt_logits = True
+    prompt_logits = sys.maxsize
     max_padded_tokens = 0
     learns = False
     tokens_per_step = 1.0
@@ -181,7 +189,6 @@ class AdaptiveBudget:
     """
 
     learns = True
-    uses_prompt_logits = False  # they cost a pass through the LM head for every token, more than they bring
 
     def __init__(
         self,
@@ -200,6 +207,8 @@ class AdaptiveBudget:
         self.ranks = ranks
         self._take(step_times)
         step_times = self._step_times
+        free = step_times.step_s(NEARLY_FREE_TOKENS) <= NEARLY_FREE_STEPS * step_times.plain_s
+        self.prompt_logits = PROMPT_LOGITS if free else 0
         self._rate = RunningRatio(PRIOR_STEPS, PRIOR_STEPS * step_times.plain_s, MEMORY_STEPS)
         self._accepted = RunningRatio(PRIOR_STEPS, PRIOR_STEPS, MEMORY_STEPS)  # draft tokens a step
         self._calibration = Calibration()

@@ -143,15 +143,15 @@ class Generation:
         self.delivery = Delivery(request, context, timer, self.failures)
         self.stats = self.delivery.stats
         parts = config.ablation
-        learns_prompt = parts.prompt_logits and parts.prompt_ngrams and budget.uses_prompt_logits
-        num_logits = self.num_logits if learns_prompt else 0
+        learns_prompt = parts.prompt_logits and parts.prompt_ngrams
         self.prompt = PromptReader(
             request.prompt,
             runner,
             context,
             self.step_sampler,
             source,
-            num_logits,
+            self.num_logits,
+            budget.prompt_logits if learns_prompt and self.num_logits else 0,
             cache.length,
             self.failures,
             request.images,

@@ -29,7 +29,8 @@ class PromptReader:
         context: who this rank is, and which ranks share its steps.
         step_sampler: selects the top-k logits.
         source: draft source that learns from the prompt's top-k logits.
-        num_logits: K; 0: the draft source does not learn from the prompt's logits.
+        num_logits: K, number of top-k logits that are taken of a token.
+        num_read: number of the prompt's last tokens whose logits the draft source learns from; 0: none.
         num_cached: number of the prompt's first tokens that are in the cache already, copied from an earlier sequence.
         failures: keeps exceptions of this rank for its next message.
         images: images in the prompt; None: there are none.
@@ -44,6 +45,7 @@ class PromptReader:
         step_sampler: StepSampler,
         source: DraftSource,
         num_logits: int,
+        num_read: int,
         num_cached: int,
         failures: Failures,
         images: PromptImages | None = None,
@@ -59,6 +61,7 @@ class PromptReader:
         self.images = images
         self.adapter = adapter
         self.failures = failures
+        self._first_read = max(self.num_cached, len(prompt) - 1 - num_read)  # index of the first token that is read
         self._packed: list[torch.Tensor] = []  # top-k logits of the chunks that are cached so far
 
     def is_cached(self, cache: StaticKVCache) -> bool:
@@ -100,8 +103,8 @@ class PromptReader:
             cache: the sequence's cache.
             count: number of prompt tokens in the chunk, from `chunk_size`.
         """
-        num_logits = count if self.num_logits else 0
-        tree = self.runner.prompt_pass(self.prompt, len(self.prompt) - 1, cache.length, count, cache, num_logits)
+        num_read = min(max(cache.length + count - self._first_read, 0), count)
+        tree = self.runner.prompt_pass(self.prompt, len(self.prompt) - 1, cache.length, count, cache, num_read)
         return tree._replace(rotary_offset=self.images.rotary_offset if self.images else 0, adapter=self.adapter)
 
     def take_chunk(self, cache: StaticKVCache, count: int, logits: torch.Tensor, failure: Exception | None) -> None:
@@ -112,18 +115,18 @@ class PromptReader:
         Args:
             cache: the cache that the forward pass has written to.
             count: number of tokens in the chunk.
-            logits: logits of its tokens, (count, V); empty if the draft source does not learn from them.
+            logits: logits of its last tokens, those that the draft source learns from, (n, V).
             failure: exception of the forward pass; None if it succeeded.
         """
+        end = cache.length + count
 
         def take() -> None:
             if failure:
                 raise failure
-            if self.num_logits:
+            if end > self._first_read:
                 self._packed.append(self.step_sampler.top_logits(logits, self.prompt, self.num_logits))
             cache.commit(range(count))
 
-        end = cache.length + count
         try:
             self.failures.attempt(take)
         finally:
@@ -139,9 +142,9 @@ class PromptReader:
 
         Every rank takes rank 0's, since ranks may round logits differently and their sources must stay equal.
         """
-        first = self.num_cached
+        first = self._first_read
         count = len(self.prompt) - 1 - first
-        if not self.num_logits or count <= 0:
+        if count <= 0:
             return
         if self.failures.failure:
             mine = torch.zeros(count, self.num_logits, dtype=torch.int64, device=self.runner.device)

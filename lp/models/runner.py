@@ -517,12 +517,13 @@ class ModelRunner:
             start: position of the first token that the pass caches.
             count: number of tokens that the pass caches.
             cache: holds the tokens before `start`, and gets the new ones.
-            num_logits: number of the new tokens whose logits are computed, from the first one on.
+            num_logits: number of the new tokens whose logits are computed: the last of them.
         """
         anchor = [end] if self.boundary and end >= self.boundary.length else []
         own = [*tokens[start : start + count], *tokens[: len(anchor)]]
         positions = [*range(start, start + count), *anchor]
-        return TreePass(own, positions, range(-1, len(own) - 1), cache, range(num_logits), not anchor)
+        logits_indices = range(count - num_logits, count)
+        return TreePass(own, positions, range(-1, len(own) - 1), cache, logits_indices, not anchor)
 
     def _forget_growth(self, cache: StaticKVCache) -> None:
         """Let a model with dynamic rotary scaling forget its longest text so far, before a pass of another text.
