@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from lp.attention.exact import Call, recorded
+from lp.attention.rounding_check import Call, recorded
 from lp.models.excerpt import Excerpt
 from lp.models.probe_step import StepRunner, Trial, relative_error
 

@@ -24,7 +24,7 @@ from lp.config import DEFAULT_SETUP_TIMEOUT_S, DEFAULT_TIMEOUT_S
 from lp.errors import UserError
 from lp.parallel import agreement
 from lp.parallel.device_waits import DeviceWaits
-from lp.parallel.one_shot_sum import one_shot_sum
+from lp.parallel.one_shot_all_reduce import one_shot_sum
 from lp.parallel.rank_group import ProcessRankGroup, RankGroup
 from lp.parallel.rendezvous import join, leave, local_device
 from lp.parallel.replica import ProcessReplica, Replica

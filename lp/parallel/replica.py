@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from lp.parallel import agreement
 from lp.parallel.agreement import Outcome
-from lp.parallel.one_shot_sum import OneShotSum
+from lp.parallel.one_shot_all_reduce import OneShotSum
 from lp.parallel.rank_group import ProcessRankGroup
 
 

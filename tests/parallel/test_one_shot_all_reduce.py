@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch._dynamo.testing import CompileCounter
 
 import lp
-from lp.parallel.one_shot_sum import MOST_BYTES, OneShotSum, one_shot_sum
+from lp.parallel.one_shot_all_reduce import MOST_BYTES, OneShotSum, one_shot_sum
 from lp.parallel.replica import ProcessReplica
 from tests.support.forked import Forked
 
