@@ -114,5 +114,6 @@ class Settings:
         values = {**asdict(self.sampling), "max_new_tokens": self.max_new_tokens}
         if self.greedy:
             of_greedy = ("repetition_penalty", "max_new_tokens")
-            values = {"temperature": "0 (greedy)", **{name: values[name] for name in of_greedy}}
+            waiting = {} if self.sampling.seed is None else {"seed": f"{self.sampling.seed} (unused)"}
+            values = {"temperature": "0 (greedy)", **{name: values[name] for name in of_greedy}, **waiting}
         return " ".join(f"{key}={'null' if value is None else value}" for key, value in values.items())

@@ -30,9 +30,8 @@ from lp.errors import UserError
 PRICE_MARGIN = 1.25
 
 # The prompt's logits are read where tokens are nearly free, as on a GPU: where a step of this many tokens takes at most
-# this many plain steps. Elsewhere the LM head costs more time than they bring.
+# two plain steps. Elsewhere the LM head costs more time than they bring.
 NEARLY_FREE_TOKENS = 64
-NEARLY_FREE_STEPS = 2
 # The adaptive budget reads them of so many of the prompt's last tokens, so that a long prompt takes no longer.
 PROMPT_LOGITS = 1024
 
@@ -205,10 +204,9 @@ class AdaptiveBudget:
         self.max_padded_tokens = step_times.max_tokens
         self.company = Company()
         self.ranks = ranks
+        self.prompt_logits = PROMPT_LOGITS if _are_nearly_free(step_times) else 0
         self._take(step_times)
         step_times = self._step_times
-        free = step_times.step_s(NEARLY_FREE_TOKENS) <= NEARLY_FREE_STEPS * step_times.plain_s
-        self.prompt_logits = PROMPT_LOGITS if free else 0
         self._rate = RunningRatio(PRIOR_STEPS, PRIOR_STEPS * step_times.plain_s, MEMORY_STEPS)
         self._accepted = RunningRatio(PRIOR_STEPS, PRIOR_STEPS, MEMORY_STEPS)  # draft tokens a step
         self._calibration = Calibration()
@@ -338,3 +336,9 @@ class AdaptiveBudget:
 
     def _next_columns(self) -> int:
         return 0 if self.idle else self._window.columns(self._accepted.ratio + 1)
+
+
+def _are_nearly_free(step_times: StepTimes) -> bool:
+    """Whether each further token of a step takes at most a 64th of a plain step, up to 64 tokens or the table's end."""
+    num_tokens = min(NEARLY_FREE_TOKENS, step_times.max_tokens)
+    return step_times.step_s(num_tokens) <= (1 + num_tokens / NEARLY_FREE_TOKENS) * step_times.plain_s

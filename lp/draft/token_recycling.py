@@ -97,7 +97,7 @@ class TokenRecycling(DraftSource):
         """Store the likeliest successors of the prompt's tokens, from the logits that prefill computed.
 
         Args:
-            prompt: last tokens of the prompt; earlier tokens were cached, so they have no logits.
+            prompt: last tokens of the prompt; earlier tokens have no logits: they were cached, or are not read.
             top_logits: top-k logits at each of these tokens but the last.
         """
         self._store(prompt[:-1], top_logits)

@@ -85,7 +85,7 @@ class WrappingSource(DraftSource):
         """Let the wrapped source learn from the prompt's logits, once after prefill.
 
         Args:
-            prompt: last tokens of the prompt; earlier tokens were cached, so they have no logits.
+            prompt: last tokens of the prompt; earlier tokens have no logits: they were cached, or are not read.
             top_logits: top-k logits at each of these tokens but the last.
         """
         self._inner.begin(prompt, top_logits)

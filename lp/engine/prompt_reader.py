@@ -1,6 +1,6 @@
 """Prefill: the forward passes that put a prompt into the KV cache, from whose logits the draft source may learn.
 
-V: vocabulary, K: top-k logits of a token, n: tokens of a chunk.
+V: vocabulary, K: top-k logits of a token, n: tokens of a chunk whose logits are read.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ from lp.models.runner import ModelRunner
 from lp.models.tree_pass import TreePass
 from lp.parallel.context import ParallelContext
 from lp.sampling.top_logits import unpack_top_logits
+
+# Tokens whose top-k logits are selected at once: selection works on float32 copies of the logits, a large vocabulary's
+# of a whole chunk being a GB.
+ROWS = 128
 
 
 class PromptReader:
@@ -110,7 +114,7 @@ class PromptReader:
     def take_chunk(self, cache: StaticKVCache, count: int, logits: torch.Tensor, failure: Exception | None) -> None:
         """Finish a chunk: commit its KV, and keep its top-k logits for the draft source.
 
-        After the last chunk, the draft source learns from the logits of all chunks.
+        After the last chunk, the draft source learns from the logits that were read.
 
         Args:
             cache: the cache that the forward pass has written to.
@@ -124,7 +128,8 @@ class PromptReader:
             if failure:
                 raise failure
             if end > self._first_read:
-                self._packed.append(self.step_sampler.top_logits(logits, self.prompt, self.num_logits))
+                for part in logits.split(ROWS):
+                    self._packed.append(self.step_sampler.top_logits(part, self.prompt, self.num_logits))
             cache.commit(range(count))
 
         try:

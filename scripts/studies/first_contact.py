@@ -64,7 +64,7 @@ class FirstContact(PromptStudy):
     busy: int = option(1, "programs that run beside it, a core each")
     temperature: float = option(0.0, "of part 2; 0 is greedy")
     chat: bool = option(False, "prompts are messages, for the model's chat template")
-    parts: list[str] = option([FIRST, TEXT, THREADS], "what to measure")
+    parts: list[str] = option([FIRST, TEXT, THREADS], "what to measure", choices=[FIRST, TEXT, THREADS])
     SHARED = (*PromptStudy.SHARED, "busy", "temperature", "chat")
 
     def run(self) -> None:

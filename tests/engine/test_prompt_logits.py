@@ -13,6 +13,7 @@ from lp.budget import policy
 from lp.budget.policy import AdaptiveBudget, FixedBudget
 from lp.budget.step_times import StepTimes
 from lp.draft.pool.ngram_pool import NGramPool
+from lp.engine import prompt_reader
 from lp.parallel.thread_ranks import run_lockstep
 from tests.support.tiny_models import drawn_text
 
@@ -43,6 +44,9 @@ def test_they_are_read_where_tokens_are_nearly_free() -> None:
     edge = StepTimes((1, 64), (0.01, 0.02), 0.01)
     assert AdaptiveBudget(config, edge).prompt_logits == policy.PROMPT_LOGITS
     assert AdaptiveBudget(config, DEAR).prompt_logits == 0
+    small = lp.LookaheadConfig(adaptive=True, window_size=2, ngram_size=3, guess_set_size=4)  # a table of 12 tokens
+    assert AdaptiveBudget(small, StepTimes.constant(0.01, 12), texts=4).prompt_logits == policy.PROMPT_LOGITS
+    assert AdaptiveBudget(small, StepTimes((1, 12), (0.01, 0.013), 0.01)).prompt_logits == 0
     assert FixedBudget(lp.LookaheadConfig(window_size=4)).prompt_logits > 10**9
 
 
@@ -50,6 +54,7 @@ def test_they_are_read_where_tokens_are_nearly_free() -> None:
 def test_the_last_tokens_in_chunks(model: Any, told: Told, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     """As many as are asked for, from the middle of a chunk on, and what a fixed budget reads of them."""
     monkeypatch.setattr(policy, "PROMPT_LOGITS", 10)
+    monkeypatch.setattr(prompt_reader, "ROWS", 4)
     rows: list[int] = []
     decoder = lp.LookaheadDecoder(model, step_times=FREE)
     model.lm_head.register_forward_hook(lambda module, args, out: rows.append(args[0].shape[1]))

@@ -1,6 +1,6 @@
 """Bad prompt files, model folders, journals, pools and environments: exit code 2, and one line that says what to do.
 
-Bad settings are in test_launch_errors.py.
+Bad settings are in test_user_errors.py.
 """
 
 from __future__ import annotations

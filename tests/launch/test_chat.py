@@ -119,7 +119,7 @@ def test_set_reaches_the_decoder(talk: Callable[..., Ran], prompts: list[dict[st
     assert sampled == (12, lp.SamplingParams(temperature=0.8, top_p=0.9, seed=3))
     assert rejected == (5, lp.SamplingParams(temperature=0.8, top_p=0.9, verifier=lp.Verifier.REJECTION))
     assert greedy == (5, None) and penalised == (5, lp.SamplingParams(temperature=0, repetition_penalty=1.5))
-    assert ran.out.splitlines()[-1] == "temperature=0 (greedy) repetition_penalty=1.5 max_new_tokens=5"
+    assert ran.out.splitlines()[-1] == "temperature=0 (greedy) repetition_penalty=1.5 max_new_tokens=5 seed=5 (unused)"
     assert ran.err == ""
 
 

@@ -136,10 +136,10 @@ class NGramPool(DraftSource):
         """Remember the top-k logits that prefill computed at the prompt's tokens.
 
         Args:
-            prompt: last tokens of the prompt; earlier tokens were cached, so they have no logits.
+            prompt: last tokens of the prompt; earlier tokens have no logits: they were cached, or are not read.
             top_logits: top-k logits at each of these tokens but the last.
         """
-        first = self._length - len(prompt)  # tokens before these were cached
+        first = self._length - len(prompt)  # tokens before these have no logits
         count = len(prompt) - 1
         positions = range(first, first + count)
         samples = StepSamples.of(prompt[:-1], positions, range(-1, count - 1), prompt[1:], top_logits)
