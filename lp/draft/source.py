@@ -194,8 +194,8 @@ class DraftSource(ABC):
         It is not called if `num_logits` is 0, or if no logits were computed.
 
         Args:
-            prompt: last L tokens of the prompt. The tokens before them have no logits: they were cached by an earlier text,
-                or are more than the budget reads.
+            prompt: last L tokens of the prompt. The tokens before them have no logits: they were cached by an earlier
+                text, or are more than the budget reads.
             top_logits: top-k logits at each of these tokens but the last, (L - 1, K).
         """
 
