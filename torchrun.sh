@@ -39,13 +39,13 @@ if [ ${#module[@]} = 0 ] || { [ "${module[0]}" != launch.cli ] && [ ! -f "$root/
   die "there is no app '$app'; the apps are
   launch.generate    continue prompts and show the text (the default)
   launch.chat        talk to a model at a terminal
-  launch.serve       put a model behind the endpoints that editors and clients call
+  launch.serve       serve a model over the HTTP endpoints that editors and clients call
   launch.batch       answer a file of requests, which are those of the endpoints
   launch.benchmark   measure methods on the prompts of a task
   launch.scaling     measure or project methods over numbers of ranks
   launch.profile     show where the time of a step goes
   launch.tune        find the fastest W, N, G on this machine
-  launch.ngrams      measure what a model writes behind 1 to 3 tokens, for the pool
+  launch.ngrams      measure what a model writes after 1 to 3 tokens, for the pool
   launch.corpus      make an index of a folder's files, from which the pool drafts
   launch.doctor      say what this machine, and a model on it, can do, and why not
 To continue a text: bash torchrun.sh launch.generate TEXT"

@@ -102,6 +102,12 @@ def test_what_is_no_call_is_text(call: str) -> None:
     assert answered(text) == {"role": "assistant", "content": text}
 
 
+def check_alike(found: list[Any], expected: list[Any]) -> None:
+    """Equal tokens, log probabilities to rounding: a reused prefix leaves other draft tokens, so other steps."""
+    assert [each.token for each in found] == [each.token for each in expected]
+    assert [each.logprob for each in found] == pytest.approx([each.logprob for each in expected], abs=1e-4)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_broken_call_over_http(server: Running, stream: bool) -> None:
     """The text, its log probabilities and how it ended, as without tools."""
@@ -113,12 +119,13 @@ def test_a_broken_call_over_http(server: Running, stream: bool) -> None:
     found = client.chat.completions.create(**fields, tools=[TOOL], stream=stream)
     if not stream:
         assert found.choices[0].message.content == expected.message.content
-        assert found.choices[0].logprobs == expected.logprobs
+        check_alike(found.choices[0].logprobs.content, expected.logprobs.content)
         return
     chunks = [chunk.choices[0] for chunk in found]
     assert "".join(chunk.delta.content or "" for chunk in chunks) == expected.message.content
     assert chunks[-1].finish_reason == "length"
-    assert [each for chunk in chunks if chunk.logprobs for each in chunk.logprobs.content] == expected.logprobs.content
+    streamed = [each for chunk in chunks if chunk.logprobs for each in chunk.logprobs.content]
+    check_alike(streamed, expected.logprobs.content)
 
 
 def called(arguments: str) -> dict[str, Any]:
