@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from lp.models.clock import clock_of
+from lp.models.first_layer import shallow_runner
 from lp.models.runner import ModelRunner
-from lp.models.shallow import shallow_runner
 from lp.models.sharded_layers import replica_of
 
 # Tokens of the passes. Libraries have kernels of their own for one token and for a few; on some processors bfloat16 is

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 from lp.attention.rounding_check import Call, recorded
-from lp.models.excerpt import Excerpt
+from lp.models.float32_excerpt import Excerpt
 from lp.models.probe_step import StepRunner, Trial, relative_error
 
 EAGER = "eager"  # transformers' own products: there is no kernel

@@ -5,9 +5,9 @@ of nodes, must give what plain causal passes over each branch give. So must a st
 that is, added to the cached prefix.
 
 1. The whole model runs such a step of three tokens in its own dtype: it must run, with finite logits.
-2. The result is judged on an excerpt, a few layers of the model in float32 (`lp.models.excerpt`). The largest error
-   that is allowed lies between two effects that are measured on the excerpt: the effect of rounding, and the effect of
-   one node that sees one token too many, sees one too few, or has another position.
+2. The result is judged on an excerpt, a few layers of the model in float32 (`lp.models.float32_excerpt`). The largest
+   error that is allowed lies between two effects that are measured on the excerpt: the effect of rounding, and the
+   effect of one node that sees one token too many, sees one too few, or has another position.
 3. In the dtype of the model, the attention kernel is compared with exact attention over the same tensors, and fused
    layers with the excerpt (`lp.models.own_dtype`).
 
@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from lp.draft.layout import ancestors
 from lp.errors import UserError
-from lp.models.excerpt import PRECISE, Excerpt
+from lp.models.float32_excerpt import PRECISE, Excerpt
 from lp.models.kv_cache import CacheTooLarge
 from lp.models.model_lock import lock_of
 from lp.models.own_dtype import fault_in_own_dtype

@@ -76,7 +76,7 @@ def test_timing_leaves_the_runner_as_it_is() -> None:
 
 def test_a_model_whose_layers_are_not_found_is_timed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would not start."""
-    monkeypatch.setattr("lp.models.shallow._cut", lambda *args: False)
+    monkeypatch.setattr("lp.models.first_layer._cut", lambda *args: False)
     runner = ModelRunner(tiny_model("gpt_neox"))
     assert all(seconds > 0 for seconds in time_passes(runner).values())
 

@@ -17,7 +17,7 @@ import lp.attention.flash
 from lp.attention.base import StepView, View
 from lp.attention.masks import StepMasks
 from lp.draft.layout import ancestors
-from lp.models.excerpt import Excerpt
+from lp.models.float32_excerpt import Excerpt
 from lp.models.kv_cache import StaticKVCache
 from lp.models.probe import probed
 from lp.models.probe_step import PARENTS, PREFIX, Fault, planted
@@ -244,7 +244,7 @@ def test_an_excerpt_leaves_the_model_as_it_is() -> None:
 @pytest.mark.parametrize("arch", ["llama", "qwen3_moe", "gemma3"])
 def test_a_layer_too_large_to_be_copied(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its weights stay in bfloat16: most of what they round is rounded alike on both sides."""
-    monkeypatch.setattr("lp.models.excerpt.MOST_BYTES", 5000)  # a few of the weights
+    monkeypatch.setattr("lp.models.float32_excerpt.MOST_BYTES", 5000)  # a few of the weights
     runner = ModelRunner(tiny_model(arch, dtype=torch.bfloat16))
     excerpt = Excerpt(runner.original)
     assert excerpt.rounded
@@ -266,7 +266,7 @@ def test_attention_is_cast_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mask acts there: what the MLP rounds is rounded alike on both sides."""
     model = tiny_model(dtype=torch.bfloat16, intermediate_size=8)
     attention = sum(p.numel() for layer in model.model.layers for p in layer.self_attn.parameters())
-    monkeypatch.setattr("lp.models.excerpt.MOST_BYTES", 4 * attention)
+    monkeypatch.setattr("lp.models.float32_excerpt.MOST_BYTES", 4 * attention)
     layer = Excerpt(model).model.model.layers[0]
     assert layer.self_attn.q_proj.weight.dtype == layer.self_attn.o_proj.weight.dtype == torch.float32
     assert layer.mlp.up_proj.weight.dtype == torch.bfloat16

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import lp
-from lp.models.excerpt import PRECISE
+from lp.models.float32_excerpt import PRECISE
 from lp.models.loader import load
 from lp.models.quantisation import inexact_quantisation, tokens_share_scales
 from lp.optional import is_installed
