@@ -32,7 +32,8 @@ PRICE_MARGIN = 1.25
 # The prompt's logits are read where tokens are nearly free, as on a GPU: where a step of this many tokens takes at most
 # two plain steps. Elsewhere the LM head costs more time than they bring.
 NEARLY_FREE_TOKENS = 64
-# The adaptive budget reads them of so many of the prompt's last tokens, so that a long prompt takes no longer.
+# Number of the prompt's last tokens whose logits the adaptive budget then reads. The limit keeps their cost the same
+# for all longer prompts.
 PROMPT_LOGITS = 1024
 
 Clock = Callable[[TimedStep], StepTimes | None]

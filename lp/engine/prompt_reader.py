@@ -19,8 +19,8 @@ from lp.models.tree_pass import TreePass
 from lp.parallel.context import ParallelContext
 from lp.sampling.top_logits import unpack_top_logits
 
-# Tokens whose top-k logits are selected at once: selection works on float32 copies of the logits, a large vocabulary's
-# of a whole chunk being a GB.
+# Number of tokens whose top-k logits are selected at once. Selection copies logits to float32: with a large vocabulary,
+# copies for a whole chunk would take half a GB each.
 ROWS = 128
 
 
