@@ -30,7 +30,7 @@ from lp.commands import app_command, in_clone, install_command
 from lp.compile_cache import why_not_compiled
 from lp.compiled import COMPILED
 from lp.draft.pool.model_ngrams import FILE_NAME
-from lp.models.loader import Loaded, checkpoint_of, context_limit, load
+from lp.models.loader import Loaded, context_limit, load, model_source
 from lp.optional import is_installed
 from lp.waits import waiting
 
@@ -221,7 +221,7 @@ def _runner(decoder: lp.PlainDecoder) -> list[tuple[str, str]]:
 
 
 def _ngrams(name: str) -> list[tuple[str, str]]:
-    folder = Path(checkpoint_of(name).place)  # or a name on the hub
+    folder = Path(model_source(name).place)  # or a name on the hub
     if (folder / FILE_NAME).is_file():
         return [("n-grams", str(folder / FILE_NAME))]
     remedy = f"{app_command('ngrams')} {shlex.quote(name)}"

@@ -19,7 +19,7 @@ import torch
 
 from lp.draft.pool.model_ngrams import FILE_NAME, FULL, new_file, rows_of, write_file
 from lp.errors import UserError
-from lp.models.loader import checkpoint_of, load, vocabulary_size
+from lp.models.loader import load, model_source, vocabulary_size
 from lp.models.ngrams import BATCH, NUM_LOGITS, measure_ngrams
 from lp.waits import waiting
 
@@ -110,7 +110,7 @@ def checked_path(args: argparse.Namespace) -> Path:
     Raises:
         UserError: no folder that can be written to, or an option out of range.
     """
-    folder = Path(checkpoint_of(args.model).place)  # or a name on the hub
+    folder = Path(model_source(args.model).place)  # or a name on the hub
     if args.output is None and not folder.is_dir():
         raise UserError(
             f"{args.model!r} is no folder; say with --output where to write, and give that as pool.model_ngrams"

@@ -10,7 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 import lp
 from lp.checks import check_int
 from lp.errors import UserError
-from lp.sampling.generation_config import Checkpoint
+from lp.sampling.generation_config import CheckpointDefaults
 from lp.sampling.params import is_greedy
 
 from ..config.sampling import sampled_by_checkpoint, sampling_of
@@ -53,7 +53,7 @@ class Settings:
         given = sampling is not None
         return cls(sampling=base, greedy=greedy, max_new_tokens=config.max_new_tokens, given=given)
 
-    def or_checkpoint(self, checkpoint: Checkpoint) -> Settings:
+    def or_checkpoint(self, checkpoint: CheckpointDefaults) -> Settings:
         """Return these settings, with the checkpoint's own sampling if the config does not say how to sample.
 
         Args:

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 import lp
 from lp.errors import UserError
 from lp.parallel.agreement import shared_seed
-from lp.sampling.generation_config import Checkpoint
+from lp.sampling.generation_config import CheckpointDefaults
 
 from .schema import Common, frozen
 
@@ -29,7 +29,7 @@ def seeded(
 
 
 def sampled_by_checkpoint(
-    sampling: lp.SamplingParams | None, checkpoint: Checkpoint, seed: int | None
+    sampling: lp.SamplingParams | None, checkpoint: CheckpointDefaults, seed: int | None
 ) -> lp.SamplingParams | None:
     """The run's sampling: what the user chose, else what the checkpoint's generation config asks for.
 

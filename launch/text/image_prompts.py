@@ -14,7 +14,7 @@ from transformers import AutoProcessor, BatchEncoding, PreTrainedModel, PreTrain
 
 from lp.commands import install_command
 from lp.errors import UserError
-from lp.models.loader import checkpoint_of, hub_answers
+from lp.models.loader import hub_answers, model_source
 from lp.models.prompt_images import EXACT
 
 from .chat_tokens import HiddenTokens, LiteralCopy
@@ -74,7 +74,7 @@ class ImagePrompts:
         """
         if model.config.model_type not in EXACT:
             return cls(tokenizer=tokenizer)
-        place = checkpoint_of(name).place
+        place = model_source(name).place
         offline = not Path(place).is_dir() and not hub_answers()
         try:
             processor = AutoProcessor.from_pretrained(

@@ -40,7 +40,7 @@ from lp.models.support import check_adapter
 from lp.models.vocabulary import embedded_tokens
 from lp.parallel.agreement import shared_seed
 from lp.parallel.context import ParallelContext
-from lp.sampling.generation_config import AUTO, NONE, Checkpoint
+from lp.sampling.generation_config import AUTO, NONE, CheckpointDefaults
 from lp.sampling.grammar import Grammar, GrammarProcessor
 from lp.sampling.params import SamplingParams
 from lp.sampling.sampler import build_sampler
@@ -442,7 +442,7 @@ class Decoder:
                     f"0..{vocabulary - 1}"
                 )
 
-    def checkpoint(self, generation_config: str | None = None) -> Checkpoint:
+    def checkpoint(self, generation_config: str | None = None) -> CheckpointDefaults:
         """Read the sampling settings from the checkpoint's generation_config.json, which `generate` applies.
 
         Args:
@@ -454,7 +454,7 @@ class Decoder:
         chosen = self.follows if generation_config is None else generation_config
         if chosen not in (AUTO, NONE):
             raise UserError(f"generation_config is {chosen!r}; it must be {AUTO!r} or {NONE!r}")
-        return Checkpoint.of(self.model.generation_config if chosen == AUTO else GenerationConfig())
+        return CheckpointDefaults.of(self.model.generation_config if chosen == AUTO else GenerationConfig())
 
     def _tell(self, line: str) -> None:
         """Log a line as a warning on the main rank, once for this decoder; an empty line is not logged."""

@@ -365,6 +365,7 @@ def resumable(model: PreTrainedModel) -> bool:
 def _locked(file: FileIO) -> bool:
     """Lock the file for this process; False: another process has the lock.
 
+    Unlike `lp.file_locks.lock`, this lets one process open a journal twice, as a notebook's cell that runs again does.
     The lock is lost as soon as any code of this process closes the file, even through another handle.
     """
     try:

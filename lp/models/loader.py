@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class Checkpoint(NamedTuple):
+class ModelSource(NamedTuple):
     """Where transformers finds a model that a user has named.
 
     Attributes:
@@ -86,7 +86,7 @@ def load(
             a model that its ranks cannot divide.
     """
     device = _device(device if device is not None else (context or ParallelContext.single()).device)
-    source = checkpoint_of(name_or_path)
+    source = model_source(name_or_path)
     dtype = str(dtype).removeprefix("torch.")
     if dtype != "auto" and dtype not in DTYPES:
         raise UserError(f"dtype is {dtype!r}; it must be one of {[*DTYPES, 'auto']}")
@@ -140,13 +140,13 @@ def load_tokenizer(name_or_path: str | Path, trust_remote_code: bool = False) ->
     Raises:
         ValueError: the model's config or tokenizer is missing, damaged or unknown.
     """
-    source = checkpoint_of(name_or_path)
+    source = model_source(name_or_path)
     offline = not Path(source.place).is_dir() and not hub_answers()
     config = _config(source, trust_remote_code, offline)
     return _tokenizer(source, trust_remote_code, offline), int(config.get_text_config().vocab_size)
 
 
-def checkpoint_of(name_or_path: str | Path) -> Checkpoint:
+def model_source(name_or_path: str | Path) -> ModelSource:
     """Find out what a user's name for a model stands for: "demo", a folder, a GGUF file or a name on the hub.
 
     Raises:
@@ -155,7 +155,7 @@ def checkpoint_of(name_or_path: str | Path) -> Checkpoint:
     """
     shown = str(name_or_path)
     if shown == "demo":
-        return Checkpoint(shown, str(DEMO_MODEL), {})
+        return ModelSource(shown, str(DEMO_MODEL), {})
     path = Path(os.path.expanduser(shown))  # ~ of model.name=~/x
     if path.suffix.lower() == ".gguf":
         if not path.is_file():
@@ -169,10 +169,10 @@ def checkpoint_of(name_or_path: str | Path) -> Checkpoint:
             raise UserError(f"{shown!r} has {len(files)} GGUF files ({names}); name one of them")
         file = files[0]
     else:
-        return Checkpoint(shown, str(path) if shown.startswith("~") else shown, {})
+        return ModelSource(shown, str(path) if shown.startswith("~") else shown, {})
     if missing := [name for name in ("gguf", "accelerate") if not is_installed(name)]:
         raise UserError(f"{shown!r} is read by the packages gguf and accelerate; pip install {' '.join(missing)}")
-    return Checkpoint(shown, str(file.parent), {"gguf_file": file.name})
+    return ModelSource(shown, str(file.parent), {"gguf_file": file.name})
 
 
 def _device(device: str | int | torch.device) -> torch.device:
@@ -263,7 +263,7 @@ def context_limit(model: PreTrainedModel) -> int | None:
     return stretched or getattr(config, "max_position_embeddings", None)
 
 
-def _config(source: Checkpoint, trust_remote_code: bool, offline: bool) -> Any:
+def _config(source: ModelSource, trust_remote_code: bool, offline: bool) -> Any:
     shown = source.shown
     if source.place.startswith(("/", ".", "~")) and not Path(source.place).is_dir():
         raise UserError(f"model folder {shown!r} does not exist; give a folder with config.json, a hub name or 'demo'")
@@ -312,7 +312,7 @@ def hub_answers() -> bool:
     return True
 
 
-def _model(source: Checkpoint, config: Any, kwargs: dict[str, Any]) -> PreTrainedModel:
+def _model(source: ModelSource, config: Any, kwargs: dict[str, Any]) -> PreTrainedModel:
     shown = source.shown
     try:
         with without_report():
@@ -349,7 +349,7 @@ def _model(source: Checkpoint, config: Any, kwargs: dict[str, Any]) -> PreTraine
     return model
 
 
-def _tokenizer(source: Checkpoint, trust_remote_code: bool, offline: bool) -> PreTrainedTokenizerBase:
+def _tokenizer(source: ModelSource, trust_remote_code: bool, offline: bool) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(
             source.place, trust_remote_code=trust_remote_code, local_files_only=offline, **source.options

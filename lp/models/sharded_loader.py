@@ -63,7 +63,7 @@ def load_divided(
             weights that are missing or of other shapes than the config says, or a model that cannot be divided.
     """
     quantised = format_of(quantisation_of(config), source)
-    weights = Checkpoint(source, kwargs.pop("local_files_only", False), quantised)
+    weights = WeightFiles(source, kwargs.pop("local_files_only", False), quantised)
     if dtype == "auto":
         dtype = getattr(config, "dtype", None) or weights.dtype
     assert isinstance(dtype, torch.dtype)
@@ -87,7 +87,7 @@ def load_divided(
     return divided(model, replica, plan, fetch)
 
 
-def _tie(model: PreTrainedModel, weights: Checkpoint) -> dict[str, str]:
+def _tie(model: PreTrainedModel, weights: WeightFiles) -> dict[str, str]:
     """Tie weights as the model's config says, except those of which the checkpoint has two that differ.
 
     Returns:
@@ -145,7 +145,7 @@ def _compute_buffers(model: PreTrainedModel, device: str | torch.device) -> None
                 module._buffers[name] = module._buffers[name].to(device)
 
 
-class Checkpoint:
+class WeightFiles:
     """The safetensors files of a model, from which parts of weights are read.
 
     Files are opened for one tensor at a time, since all that is mapped counts as memory of the process.

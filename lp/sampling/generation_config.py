@@ -206,7 +206,7 @@ def refusals(config: GenerationConfig) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class CheckpointDefaults:
     """A checkpoint's generation config as lp follows it: provides the sampling settings that a caller leaves open.
 
     Attributes:
@@ -220,8 +220,8 @@ class Checkpoint:
     left: dict[str, str]
 
     @classmethod
-    def of(cls, config: GenerationConfig) -> Checkpoint:
-        """Build a Checkpoint from a model's generation config.
+    def of(cls, config: GenerationConfig) -> CheckpointDefaults:
+        """Build a CheckpointDefaults from a model's generation config.
 
         If the config asks for sampling and sets no `top_k`, transformers' default of 50 applies.
         """

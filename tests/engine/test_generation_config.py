@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 import lp
 from lp.engine.journal import Journal
-from lp.sampling.generation_config import FIELDS, Checkpoint, Does, refusals
+from lp.sampling.generation_config import FIELDS, CheckpointDefaults, Does, refusals
 from tests.support.tiny_models import VOCABULARY, tiny_model
 
 PROMPT = [1, 2, 3, 4, 1, 2, 3, 4, 5, 9, 1, 2]
@@ -234,6 +234,6 @@ def test_neutral_values_say_nothing() -> None:
     """Transformers' defaults, written out, are no request: decoding stays what it is without a generation config."""
     neutral = GenerationConfig(**GenerationConfig._get_default_generation_params())
     neutral.top_k = 50
-    assert not Checkpoint.of(neutral).said(None) and not Checkpoint.of(neutral).left
-    assert not Checkpoint.of(GenerationConfig()).said(lp.SamplingParams())
+    assert not CheckpointDefaults.of(neutral).said(None) and not CheckpointDefaults.of(neutral).left
+    assert not CheckpointDefaults.of(GenerationConfig()).said(lp.SamplingParams())
     assert not refusals(neutral)

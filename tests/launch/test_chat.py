@@ -23,7 +23,7 @@ from lp.checks import check_int
 from lp.models.loader import load
 from lp.parallel.context import ParallelContext
 from lp.parallel.thread_ranks import run_lockstep
-from lp.sampling.generation_config import Checkpoint
+from lp.sampling.generation_config import CheckpointDefaults
 from tests.support.apps import CONTEXT, Ran, with_template
 
 SMALL = ("model=hf", "model.dtype=float64", "W=4", "N=3", "G=4", "max_new_tokens=12")
@@ -255,8 +255,8 @@ def test_a_rank_that_fails_alone_stays_in_step(
         asked, lines = list[list[int]](), iter(["one", "two", None])
 
         class Fails:
-            def checkpoint(self) -> Checkpoint:
-                return Checkpoint.of(loaded.model.generation_config)
+            def checkpoint(self) -> CheckpointDefaults:
+                return CheckpointDefaults.of(loaded.model.generation_config)
 
             def generate(self, ids: list[int], *args: Any, on_tokens: Any, **options: Any) -> lp.GenerationOutput:
                 asked.append(ids)

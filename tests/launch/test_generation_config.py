@@ -16,7 +16,7 @@ import lp
 from launch.chat.settings import Settings
 from launch.config.sampling import sampled_by_checkpoint
 from launch.config.schema import ChatConfig
-from lp.sampling.generation_config import Checkpoint
+from lp.sampling.generation_config import CheckpointDefaults
 from tests.support.apps import Ran
 
 PROMPT = "def f(x):"
@@ -96,10 +96,10 @@ def test_lp_generate_samples_where_the_checkpoint_does(
 def test_the_settings_of_a_chat() -> None:
     """A chat begins as the checkpoint samples; what the user sets counts from there on."""
     config = ChatConfig(sampling=type("Greedy", (), {"name": "greedy"})(), seed=3)
-    samples = Checkpoint.of(GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9))
+    samples = CheckpointDefaults.of(GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9))
     settings = Settings.of(config).or_checkpoint(samples)
     assert settings.chosen == lp.SamplingParams(temperature=0.6, top_p=0.9, top_k=50, seed=3)
     assert settings.changed(["top_k=0"]).chosen == lp.SamplingParams(temperature=0.6, top_p=0.9, seed=3)
-    assert Settings.of(config).or_checkpoint(Checkpoint.of(GenerationConfig(temperature=0.6))).greedy
+    assert Settings.of(config).or_checkpoint(CheckpointDefaults.of(GenerationConfig(temperature=0.6))).greedy
     given = lp.SamplingParams(temperature=1.5)
     assert sampled_by_checkpoint(given, samples, 3) is given

@@ -18,19 +18,19 @@ pytest.importorskip("accelerate", reason="transformers reads GGUF files with acc
 
 def test_a_file_is_found_by_its_name_or_its_folder(tmp_path: Path) -> None:
     """A file, the only one of a folder, several, none."""
-    from lp.models.loader import checkpoint_of
+    from lp.models.loader import model_source
 
     (tmp_path / "one.gguf").touch()
     for name in (tmp_path / "one.gguf", tmp_path):
-        found = checkpoint_of(name)
+        found = model_source(name)
         assert (found.place, found.options) == (str(tmp_path), {"gguf_file": "one.gguf"})
     (tmp_path / "two.gguf").touch()
     with pytest.raises(ValueError, match=r"2 GGUF files \(one.gguf, two.gguf\); name one"):
-        checkpoint_of(tmp_path)
+        model_source(tmp_path)
     with pytest.raises(ValueError, match=r"three.gguf' does not exist"):
-        checkpoint_of(tmp_path / "three.gguf")
+        model_source(tmp_path / "three.gguf")
     (tmp_path / "config.json").touch()  # a folder of weights that has GGUF files beside them
-    assert checkpoint_of(tmp_path).options == {}
+    assert model_source(tmp_path).options == {}
 
 
 def test_a_damaged_file_is_one_line(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from lp.models.loader import load
 from lp.models.part import Part
 from lp.models.quantisation import inexact_quantisation, tokens_share_scales
 from lp.models.quantised_parts import format_of, part_of_stored, part_of_tensor
-from lp.models.sharded_loader import Checkpoint
+from lp.models.sharded_loader import WeightFiles
 from lp.models.tensor_parallel import divide
 from lp.parallel.context import ParallelContext
 from lp.parallel.replica import Replica
@@ -438,7 +438,7 @@ def test_words_are_expanded_as_in_auto_rounds_layers(
     settings = fields | {"sym": symmetric, "backend": "auto"}
     _in_words(tmp_path, settings, dtype, "llama", bits=bits, symmetric=symmetric, layout=layout)
     own = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "words", dtype=dtype)
-    read = Checkpoint(str(tmp_path / "words"), True, format_of(settings, "it"))
+    read = WeightFiles(str(tmp_path / "words"), True, format_of(settings, "it"))
     read.rename(tiny_model("llama"))
     layers = {name: module for name, module in own.named_modules() if hasattr(module, "qweight")}
     assert len(layers) == 14

@@ -22,7 +22,7 @@ from lp.sampling.node_sampling import (
 )
 from lp.sampling.penalties import CountPenalty, RecentRepetitionPenalty
 from lp.sampling.processors import BranchProcessors
-from lp.sampling.token_counts import MOST_IN_PROMPT, TokenCounts
+from lp.sampling.token_counts import TokenCounts
 from lp.sampling.top_logits import INVALID_TOKEN
 
 CPU = torch.device("cpu")
@@ -201,42 +201,6 @@ def test_other_settings_of_a_warper_are_its_own_code(warper: Any) -> None:
     table = torch.tensor([rules.numbers], dtype=torch.float64)
     sampling = NodeSampling(CallRules.of([rules], False), rules, table, torch.ones(3, 1, dtype=torch.bool))
     assert torch.equal(sampling.scores(logits), warper(torch.zeros(3, 1, dtype=torch.int64), logits / 0.5))
-
-
-def test_counts_follow_the_text() -> None:
-    """Tokens that come one by one, or many at once; in another place of another buffer everything is counted again."""
-    rng = random.Random(7)
-    padding, text = [5, 5, 9], [rng.randrange(VOCABULARY + 3) for _ in range(60)]
-    counted = TokenCounts(VOCABULARY, 20, padding, CPU)
-    buffers = [counted.buffer(3), counted.buffer(2)]
-    for at, (buffer, place) in (
-        (1, (0, 1)),
-        (2, (0, 1)),
-        (9, (0, 1)),
-        (17, (0, 1)),
-        (22, (0, 1)),
-        (40, (0, 1)),
-        (41, (1, 1)),
-        (43, (1, 1)),
-    ):
-        counted.use(buffers[buffer], place)
-        add_uncounted(counted, text, at, 8)
-        row = buffers[buffer][place]
-        for token in range(VOCABULARY):
-            generated = text[20:at].count(token)
-            prompt = padding.count(token) + text[: min(at, 20)].count(token)
-            assert int(row[token]) == generated + (prompt << 20), (at, token)
-    assert not buffers[0][[0, 2]].any() and not buffers[1][0].any()
-
-
-def test_a_prompt_that_repeats_one_token_does_not_overflow() -> None:
-    counted = TokenCounts(VOCABULARY, 5000, [], CPU)
-    text = [7] * 5000
-    assert counted.uncounted(text, 4990, 100) == []
-    assert len(counted.uncounted(text, 5000, 100)) == 10, "what is not noted is told again"
-    counts = counted.counts_QV
-    add_uncounted(counted, text, 5000, 100)
-    assert MOST_IN_PROMPT << 20 < int(counts[0, 7]) < 2**31 and int(counts[0, 7]) & ((1 << 20) - 1) == 0
 
 
 def test_scores_of_no_use_sample_no_token() -> None:

@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 
 import lp
 from lp.models.loader import vocabulary_size
-from lp.sampling.generation_config import Checkpoint
+from lp.sampling.generation_config import CheckpointDefaults
 from tests.launch.test_generation_config import FIELDS
 from tests.support.serving import Running
 
@@ -68,7 +68,7 @@ def test_a_server_follows_it(server: Running, path: str) -> None:
         new = model.generate(ids, max_new_tokens=NEW)[0, len(prompt) :].tolist()
         assert text(temperature=0) == server.decode(new), fields
         model.generation_config.do_sample, model.generation_config.temperature = True, 0.7
-        said = Checkpoint.of(model.generation_config).sampling
+        said = CheckpointDefaults.of(model.generation_config).sampling
         expected = server.decoder.generate(prompt, NEW, lp.SamplingParams(**own | said, seed=5)).tokens
         assert text(seed=5) == server.decode(expected), fields
         assert text(temperature=0) == server.decode(new), fields  # what the client gives wins
