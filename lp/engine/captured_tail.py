@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from lp.draft.layout import StepLayout
 from lp.engine.sharded_sampling import ShardedSampling
+from lp.engine.step_sampler import SampledText, noise_rows
 from lp.models.captured_step import StepTensors
 from lp.models.graph_recorder import GraphRecorder
 from lp.parallel.message import (
@@ -27,7 +27,6 @@ from lp.parallel.message import (
     HEADER,
     LENGTH,
     STOP,
-    Header,
     MessageShape,
     Sampled,
     best_logits,
@@ -36,7 +35,6 @@ from lp.parallel.message import (
 )
 from lp.sampling.node_sampling import NUM_NUMBERS, CallRules, NodeSampling, Numbers, ScoreRules, counts_at_nodes
 from lp.sampling.noise import NO_NOISE, fill_noise
-from lp.sampling.sampler import Sampler
 from lp.sampling.top_logits import pack_top_logits
 
 FILLED = 16  # rows of noise a text that the graph can fill; if more are missing, all are filled before it runs
@@ -72,28 +70,6 @@ class TailShape(NamedTuple):
     message: MessageShape
     num_logits: int
     compared: bool
-
-
-class TextInTail(NamedTuple):
-    """One sequence of a captured step, as `CapturedTail.run` takes it.
-
-    Attributes:
-        place: index of the sequence, 0 to Q - 1, at which its message, noise and token counts are found in memory.
-        sampler: has the sequence's sampling settings, and knows which noise and counts are not in memory yet.
-        layout: the nodes of the sequence's draft tree, as they are laid out in the step.
-        header: first int64s of the sequence's message.
-        text: token ids of the sequence: prompt and generated tokens.
-        first_row: row in the step's logits for `c`, the sequence's newest token; its other sampled nodes follow.
-        first_token: index of the sequence's first token among the tokens of the forward pass.
-    """
-
-    place: int
-    sampler: Sampler
-    layout: StepLayout
-    header: Header
-    text: Sequence[int]
-    first_row: int
-    first_token: int
 
 
 class _Inputs(NamedTuple):
@@ -207,7 +183,7 @@ class CapturedTail:
             self.on_host = torch.zeros(texts, message.size, dtype=torch.int64, pin_memory=pinned)
         self.heads: torch.Tensor | None = None
         self._padding = texts * message.nodes  # a node that is none
-        self._stage([])
+        self._stage([], [])
 
         def tail() -> None:
             block.copy_(host, non_blocking=True)
@@ -227,18 +203,20 @@ class CapturedTail:
 
         self._run = recorder.record(tail)
 
-    def run(self, texts: Sequence[TextInTail]) -> None:
+    def run(self, texts: Sequence[SampledText], places: Sequence[int]) -> None:
         """Sample the sequences of a step whose forward pass was launched just before; the results are in `messages`.
 
         Args:
             texts: the sequences, at most Q.
+            places: for each sequence, the index, 0 to Q - 1, at which its message, noise and token counts are found in
+                memory.
         """
-        noted = self._stage(texts)
+        noted = self._stage(texts, places)
         self._run()
         for note in noted:  # not before: what fails until here leaves the samplers as they were
             note()
 
-    def _stage(self, texts: Sequence[TextInTail]) -> list[Callable[[], None]]:
+    def _stage(self, texts: Sequence[SampledText], places: Sequence[int]) -> list[Callable[[], None]]:
         """Fill the host's block for these texts; the rest of it becomes padding.
 
         Returns:
@@ -254,17 +232,17 @@ class CapturedTail:
         filled: list[tuple[int, int]] = []
         counted: list[tuple[int, int]] = []
         noted: list[Callable[[], None]] = []
-        for own in texts:
+        for own, place in zip(texts, places, strict=True):
             layout, sampler = own.layout, own.sampler
             assert sampler.rules is not None
             nodes = layout.sampled_nodes
             rows = slice(own.first_row, own.first_row + len(nodes))
             reachable = layout.reachable[nodes]
-            inputs.known[own.place] = known_part(own.header, layout, self.shape)
-            inputs.numbers[own.place] = sampler.rules.numbers
-            inputs.first_rows_Q[own.place] = own.first_row
-            inputs.nodes_B[rows] = own.place * self.shape.nodes + nodes
-            inputs.places_B[rows] = own.place
+            inputs.known[place] = known_part(own.header, layout, self.shape)
+            inputs.numbers[place] = sampler.rules.numbers
+            inputs.first_rows_Q[place] = own.first_row
+            inputs.nodes_B[rows] = place * self.shape.nodes + nodes
+            inputs.places_B[rows] = place
             inputs.reachable_B[rows] = reachable
             if self.rules.noise:
                 inputs.noise_rows_B[rows] = NO_NOISE
@@ -286,22 +264,6 @@ class CapturedTail:
         inputs.filled_F2[: len(filled)] = np.array(filled, np.int64).reshape(-1, 2)
         inputs.counted_C2[: len(counted)] = np.array(counted, np.int64).reshape(-1, 2)
         return noted
-
-
-def noise_rows(sampler: Sampler, positions: Sequence[int], reachable: np.ndarray) -> list[int]:
-    """Row of the noise buffer with which each sampled node of a sequence is sampled; NO_NOISE for nodes without noise.
-
-    Args:
-        sampler: the sequence's sampler, which must have noise.
-        positions: (n,), for each node, the position that its sampled token gets in the sequence.
-        reachable: bool (n,), whether verification may accept the token sampled at the node in this step. If
-            `sampler.noisy_guesses` is False, the other nodes are sampled without noise.
-    """
-    assert sampler.noise is not None
-    rows = sampler.noise.rows_of(positions)
-    if sampler.noisy_guesses:
-        return rows
-    return [row if reached else NO_NOISE for row, reached in zip(rows, reachable.tolist(), strict=True)]
 
 
 def _sampling(

@@ -1,8 +1,8 @@
 """Samples the nodes of a request's draft tree after the forward pass, and writes this rank's message to other ranks.
 
 Here the host launches one operation after the other. After a captured step a CUDA graph does all of it, if the sampler
-allows it (`lp.engine.step_tails`). A node is a token of the step's tree of draft tokens and window guesses; its root
-`c` is the newest token of the generated text.
+allows it (`lp.engine.captured_tails`). A node is a token of the step's tree of draft tokens and window guesses; its
+root `c` is the newest token of the generated text.
 n: sampled nodes, V: vocabulary, K: top-k logits of a node, P: int64s of a message. Packed top-k logits are int64s that
 hold a token id and a float32 logit each (`lp.sampling.top_logits`).
 """
@@ -16,14 +16,13 @@ import numpy as np
 import torch
 
 from lp.draft.layout import StepLayout, ancestors
-from lp.engine.captured_tail import noise_rows
 from lp.engine.sharded_sampling import ShardedSampling
 from lp.models.runner import ModelRunner
 from lp.models.sharded_layers import head_of
 from lp.parallel.context import ParallelContext
 from lp.parallel.message import LENGTH, STOP, Header, MessageShape, Sampled, Stop, best_logits, pack
 from lp.sampling.node_sampling import CallRules, NodeSampling, counts_at_nodes
-from lp.sampling.noise import NoiseCache
+from lp.sampling.noise import NO_NOISE, NoiseCache
 from lp.sampling.sampler import Sampler
 from lp.sampling.top_logits import pack_top_logits
 from lp.to_device import to_device
@@ -89,7 +88,7 @@ class StepSampler:
             return scores, self.sampler.sample(scores, layout.sampled_positions, branches, self._drafts(layout))
 
         rules = self.sampler.rules
-        sampling = None if rules is None else node_sampling([SampledText(self.sampler, layout, text)], logits.device)
+        sampling = None if rules is None else node_sampling([SampledText(self, layout, header, text)], logits.device)
         if not self.sharded:
             scores, tokens = by_host(logits) if sampling is None else sampling.sample(logits)
             return pack(header, layout, self.of_nodes(logits, scores, tokens, num_logits), self.shape)
@@ -180,24 +179,35 @@ NO_NUMBERS = torch.empty(0, 0, dtype=torch.float64)
 
 
 class SampledText(NamedTuple):
-    """One of the requests whose nodes `node_sampling` samples together, by tensor operations alone.
+    """One sequence of a step, whose nodes are sampled after the forward pass.
 
     Attributes:
-        sampler: the request's sampler, whose `rules` are not None.
-        layout: the nodes of the request's draft tree, as they are laid out in the step.
-        text: token ids so far: prompt and generated tokens.
+        step_sampler: samples the sequence's nodes, and has its sampler.
+        layout: the nodes of the sequence's draft tree, as they are laid out in the step.
+        header: first int64s of the sequence's message.
+        text: token ids of the sequence: prompt and generated tokens.
+        first_row: row in the step's logits for `c`, the sequence's newest token; its other sampled nodes follow.
+        first_token: index of the sequence's first token among the tokens of the forward pass.
     """
 
-    sampler: Sampler
+    step_sampler: StepSampler
     layout: StepLayout
+    header: Header
     text: Sequence[int]
+    first_row: int = 0
+    first_token: int = 0
+
+    @property
+    def sampler(self) -> Sampler:
+        """Chooses tokens by the sampling settings of the sequence's request."""
+        return self.step_sampler.sampler
 
 
 def node_sampling(texts: Sequence[SampledText], device: torch.device) -> NodeSampling:
     """Prepare the call that samples the nodes of several requests at once: their settings, token counts and noise.
 
     Args:
-        texts: requests with equal `StepSampler.joint_key`, in the order of their logits.
+        texts: sequences with equal `StepSampler.joint_key`, whose samplers have rules, in the order of their logits.
         device: device of the logits.
 
     Returns:
@@ -232,6 +242,22 @@ def node_sampling(texts: Sequence[SampledText], device: torch.device) -> NodeSam
             parts = [own.noise_SV.index_select(0, at) for own, at in zip(noise, rows, strict=True)]
             sampling.noise_SV = torch.cat(parts)
     return sampling
+
+
+def noise_rows(sampler: Sampler, positions: Sequence[int], reachable: np.ndarray) -> list[int]:
+    """Row of the noise buffer with which each sampled node of a sequence is sampled; NO_NOISE for nodes without noise.
+
+    Args:
+        sampler: the sequence's sampler, which must have noise.
+        positions: (n,), for each node, the position that its sampled token gets in the sequence.
+        reachable: bool (n,), whether verification may accept the token sampled at the node in this step. If
+            `sampler.noisy_guesses` is False, the other nodes are sampled without noise.
+    """
+    assert sampler.noise is not None
+    rows = sampler.noise.rows_of(positions)
+    if sampler.noisy_guesses:
+        return rows
+    return [row if reached else NO_NOISE for row, reached in zip(rows, reachable.tolist(), strict=True)]
 
 
 def _counts(texts: Sequence[SampledText], device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -16,7 +16,7 @@ import lp
 from lp.attention import flash_cuda
 from lp.attention.base import PooledView, View
 from lp.attention.masks import StepMasks
-from lp.engine import step_tails
+from lp.engine import captured_tails
 from lp.models import captured_forests, captured_steps
 from lp.models.captured_step import BUCKETS
 from lp.models.runner import ModelRunner
@@ -199,7 +199,7 @@ def test_a_gpu_that_has_no_room_for_the_sampling_of_texts(
     if lacking == "memory":
         monkeypatch.setattr(NoiseCache, "buffer", lambda self, texts: full() if texts > 1 else buffer(self, texts))
     else:
-        monkeypatch.setattr(step_tails, "CapturedTail", full)
+        monkeypatch.setattr(captured_tails, "CapturedTail", full)
     model = tiny_model()
     engine = engine_of(model)
     for _ in range(2):
@@ -227,7 +227,7 @@ def test_texts_that_come_and_go_are_sampled_by_few_graphs(gpu: SimulatedCuda, mo
     tails, steps = engine._core._steps._pooled_tails, engine._core._shared._steps
     engine.run()
     assert tails is not None and any(step.tails for step in steps.values())
-    assert all(len(step.tails) <= step_tails.MOST_TAILS for step in steps.values())
+    assert all(len(step.tails) <= captured_tails.MOST_TAILS for step in steps.values())
     assert 1 < tails._room <= 16 and tails._own_memory
     for handle, (ids, sampling) in zip(handles, calls, strict=True):
         assert handle.result().tokens == plain(model, ids, sampling)

@@ -16,39 +16,17 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 
-from lp.draft.layout import StepLayout
-from lp.engine.captured_tail import CapturedTail, SamplerMemory, TailShape, TextInTail
-from lp.engine.step_sampler import StepSampler
+from lp.engine.captured_tail import CapturedTail, SamplerMemory, TailShape
+from lp.engine.step_sampler import SampledText, StepSampler
 from lp.models import captured_steps
 from lp.models.captured_step import CapturedStep
 from lp.models.graph_recorder import CaptureFailed
 from lp.models.runner import ModelRunner
-from lp.parallel.message import Header
 from lp.sampling.node_sampling import CallRules, ScoreRules
 from lp.sampling.sampler import Sampler
 
 logger = logging.getLogger(__name__)
 MOST_TAILS = 16  # kept for a step size, for different operations on scores; the least recently used one is dropped
-
-
-class TailText(NamedTuple):
-    """One sequence of a captured step, as `StepTails.messages` takes it.
-
-    Attributes:
-        step_sampler: samples the sequence's nodes, and has its sampler.
-        layout: the nodes of the sequence's draft tree, as they are laid out in the step.
-        header: first int64s of the sequence's message.
-        text: token ids of the sequence: prompt and generated tokens.
-        first_row: row in the step's logits for `c`, the sequence's newest token.
-        first_token: index of the sequence's first token among the tokens of the forward pass.
-    """
-
-    step_sampler: StepSampler
-    layout: StepLayout
-    header: Header
-    text: Sequence[int]
-    first_row: int
-    first_token: int
 
 
 class _TailKey(NamedTuple):
@@ -59,7 +37,7 @@ class _TailKey(NamedTuple):
     memory: Hashable
 
 
-class StepTails:
+class CapturedTails:
     """Samples the sequences of captured steps by CUDA graphs ("tails"), which it captures when they are needed.
 
     Args:
@@ -88,7 +66,7 @@ class StepTails:
         self,
         step: CapturedStep,
         logits_BV: torch.Tensor,
-        texts: Sequence[TailText],
+        texts: Sequence[SampledText],
         num_logits: int,
         running: Collection[Sampler],
         on_host: bool,
@@ -115,9 +93,7 @@ class StepTails:
         if tail is None:
             return None
         self._use_memory(step_samplers)
-        tail.run(
-            [TextInTail(place, own.step_sampler.sampler, *own[1:]) for place, own in zip(places, texts, strict=True)]
-        )
+        tail.run(texts, places)
         sharded = step_samplers[0].sharded
         if sharded and tail.heads is not None:
             sharded.heads = tail.heads
