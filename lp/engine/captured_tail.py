@@ -208,8 +208,7 @@ class CapturedTail:
 
         Args:
             texts: the sequences, at most Q.
-            places: for each sequence, the index, 0 to Q - 1, at which its message, noise and token counts are found in
-                memory.
+            places: for each sequence, an index from 0 to Q - 1: the row of its message, noise and token counts.
         """
         noted = self._stage(texts, places)
         self._run()
