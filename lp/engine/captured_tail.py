@@ -208,7 +208,7 @@ class CapturedTail:
 
         Args:
             texts: the sequences, at most Q.
-            places: for each sequence, an index from 0 to Q - 1: the row of its message, noise and token counts.
+            places: the row in memory of each sequence's message, noise and token counts, 0 to Q - 1.
         """
         noted = self._stage(texts, places)
         self._run()
