@@ -22,7 +22,8 @@ from lp.draft.tree import DraftTree
 from lp.draft.window import WindowDrafts
 from lp.engine.request import Request
 from lp.models.loader import DEMO_MODEL, load
-from lp.models.runner import ModelRunner
+from lp.models.runner import ModelRunner, PassLogits
+from lp.models.tree_pass import TreePass
 from lp.parallel.context import ParallelContext
 from lp.parallel.thread_ranks import run_lockstep
 from lp.sampling.top_logits import TopLogits
@@ -274,6 +275,23 @@ def test_a_rank_pads_its_own_tokens() -> None:
         flat = AdaptiveBudget(config, StepTimes.constant(0.01, 500), ranks)
         assert flat.step_tokens == 16 + 184, "the bounds are a rank's"
         assert FixedBudget(config, ranks).padded_size(20) == 20
+
+
+def test_a_step_is_padded_to_a_size_that_takes_less_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here a step of 2 to 31 tokens takes longer than one of 32; plain steps and those of several texts stay as are."""
+    decoder = lp.LookaheadDecoder(
+        tiny_model(), lp.LookaheadConfig(adaptive=True), step_times=STEP_TIMES["a bump below 32"]
+    )
+    forward, sizes = decoder.runner.forward_trees, list[list[int]]()
+
+    def counted(passes: Sequence[TreePass], capture: bool = False) -> PassLogits:
+        sizes.append([len(tree.tokens) for tree in passes])
+        return forward(passes, capture)
+
+    monkeypatch.setattr(decoder.runner, "forward_trees", counted)
+    output = decoder.generate(drawn_text(random.Random(1), 40) * 3, 60, eos_token_id=())
+    drafted = [step.num_tokens for step in output.step_stats]
+    assert any(1 < size < 32 for size in drafted) and all(own >= 32 for (own,) in sizes), (drafted, sizes)
 
 
 def test_a_second_is_shared_by_the_ranks_tokens() -> None:

@@ -311,6 +311,28 @@ def test_captured_steps_back_to_back(gpu: SimulatedCuda) -> None:
         torch.testing.assert_close(captured.cpu(), expected.cpu())
 
 
+def test_a_step_is_captured_after_accepted_drafts(gpu: SimulatedCuda) -> None:
+    """Its warm-up writes KV behind the prefix, where accepted tokens lie that the next step was to move."""
+    model = on_gpu(tiny_model())
+    runner = ModelRunner(model, "sdpa", Capture.GRAPH, probe=False)
+    uncaptured = ModelRunner(model, "sdpa", Capture.OFF, probe=False)
+    text = drawn_text(random.Random(5), 20)
+    tree = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], dtype=bool)
+    larger = 20  # tokens of a step that is captured only now
+    with torch.inference_mode():
+        logits = []
+        for each in (runner, uncaptured):
+            cache = each.new_cache(128)
+            each.prefill(text, cache, 512)
+            each.forward([9, 2, 6, 5], [20, 21, 21, 22], tree, cache, [0, 1, 2, 3])
+            cache.commit([0, 2, 3])
+            positions = [cache.length + index for index in range(larger)]
+            last = each.forward([*range(larger)], positions, np.tri(larger, dtype=bool), cache, [*range(larger)])
+            logits.append(last.clone())
+    assert runner.captured is not None and len(runner.captured._steps) == 2
+    torch.testing.assert_close(logits[0].cpu(), logits[1].cpu())
+
+
 def test_captured_collectives_end_with_their_context(gpu: SimulatedCuda) -> None:
     """NCCL waits for graphs that hold its collectives before it ends a group: the process would hang at its end."""
 
