@@ -27,6 +27,7 @@ import triton.language as tl
 
 from lp.attention.key_places import TAIL, TILE
 from lp.attention.tree_kernel import block_sizes, choose_splits, load_queries, num_sms_of, products_of
+from lp.kernel_launch import LAUNCH
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 SPLIT = TILE
@@ -216,11 +217,11 @@ def launch_by_position(
     with torch.cuda.device_of(q_HTD):  # Triton launches on the current device
         _split_kernel[(num_sequences * row_blocks, kv_heads, num_programs)](
             q_HTD, k_GND, v_GNE, tail_starts_T, window_starts_T, sequences_Q4, parts, tops, norms,
-            num_tokens, num_splits, scale, *strides, **fixed, **sizes,
+            num_tokens, num_splits, scale, *strides, **fixed, **sizes, **LAUNCH,
         )  # fmt: skip
         _tail_kernel[(num_tokens, kv_heads)](
             q_HTD, k_GND, v_GNE, tail_starts_T, window_starts_T, tail_keys_TU, seen_TU.view(torch.uint8),
-            parts, tops, norms, out_1THE, num_splits, scale, *strides, **fixed, **tail_sizes(repeats, sizes),
+            parts, tops, norms, out_1THE, num_splits, scale, *strides, **fixed, **tail_sizes(repeats, sizes), **LAUNCH,
         )  # fmt: skip
     return out_1THE
 

@@ -17,6 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
+from lp.kernel_launch import LAUNCH
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 LARGEST_SPLITS = 64
 COMBINED_SPLITS = 8  # splits that a program of the second kernel loads at once
@@ -323,12 +325,13 @@ def launch_tree_attention(
             *q_HTD.stride()[:2], *k_GND.stride()[:2], *v_GNE.stride()[:2], mask_TT.stride(0),
             R=repeats, D=dim, E=value_dim, HAS_SLOTS=slot_mapping_T is not None,
             HAS_SEQUENCES=sequences_Q4 is not None, SPLIT=split, ADDITIVE=additive,
-            PRODUCTS=products_of(q_HTD), HAS_SINKS=sinks_H is not None, **sizes,
+            PRODUCTS=products_of(q_HTD), HAS_SINKS=sinks_H is not None, **sizes, **LAUNCH,
         )  # fmt: skip
         if split:
             _combine_kernel[(num_rows, kv_heads)](
                 parts, lse, sinks, out_THE, num_splits,
                 R=repeats, E=value_dim, BE=sizes["BE"], BS=COMBINED_SPLITS, HAS_SINKS=sinks_H is not None, num_warps=1,
+                **LAUNCH,
             )  # fmt: skip
     return out_THE[None].transpose(1, 2)
 

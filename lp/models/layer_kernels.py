@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from lp.kernel_launch import LAUNCH
+
 HEADS_A_PROGRAM = 8
 FEATURES_A_PROGRAM = 1024
 
@@ -121,7 +123,7 @@ def normalize(x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float, rounded: b
     with torch.cuda.device_of(x_TE):  # Triton launches on the current device
         _norm_kernel[(num_tokens,)](
             x_TE, weight_E, out_TE, x_TE.stride(0), eps, E=size, BE=block, ROUNDED=rounded, OFFSET=offset,
-            num_warps=min(max(block // 512, 1), 16),
+            num_warps=min(max(block // 512, 1), 16), **LAUNCH,
         )  # fmt: skip
     return out_TE
 
@@ -160,7 +162,7 @@ def rotate_and_store(
         _rotate_kernel[(num_tokens, triton.cdiv(num_heads + 2 * kv_heads, block))](
             rotated_THD, values_TGD, cos_T1D, sin_T1D, slots_T, q_THD, k_1GCD, v_1GCD,
             rotated_THD.stride(0), values_TGD.stride(0), *k_1GCD.stride()[1:3], *v_1GCD.stride()[1:3],
-            H=num_heads, G=kv_heads, D=dim, BD=triton.next_power_of_2(dim), BH=block,
+            H=num_heads, G=kv_heads, D=dim, BD=triton.next_power_of_2(dim), BH=block, **LAUNCH,
         )  # fmt: skip
     return q_THD
 
@@ -176,8 +178,9 @@ def silu_times(gate_TF: torch.Tensor, up_TF: torch.Tensor) -> torch.Tensor:
     out_TF = gate_TF.new_empty(num_tokens, num_features)
     with torch.cuda.device_of(gate_TF):
         _silu_kernel[(num_tokens, triton.cdiv(num_features, FEATURES_A_PROGRAM))](
-            gate_TF, up_TF, out_TF, gate_TF.stride(0), up_TF.stride(0), num_features, BF=FEATURES_A_PROGRAM
-        )
+            gate_TF, up_TF, out_TF, gate_TF.stride(0), up_TF.stride(0), num_features, BF=FEATURES_A_PROGRAM,
+            **LAUNCH,
+        )  # fmt: skip
     return out_TF
 
 
@@ -194,5 +197,5 @@ def move_slots(buffer_nGCD: torch.Tensor, source_M: torch.Tensor, target_M: torc
     with torch.cuda.device_of(buffer_nGCD):
         _move_kernel[(count * kv_heads,)](
             buffer_nGCD, source_M, target_M, *buffer_nGCD.stride()[:3],
-            G=kv_heads, D=dim, BD=triton.next_power_of_2(dim), M=len(source_M), num_warps=1,
+            G=kv_heads, D=dim, BD=triton.next_power_of_2(dim), M=len(source_M), num_warps=1, **LAUNCH,
         )  # fmt: skip

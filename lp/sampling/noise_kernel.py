@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from lp.kernel_launch import LAUNCH
+
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)  # this and the next two: splitmix64's constants
 MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
 MIX_2 = tl.constexpr(0x94D049BB133111EB)
@@ -78,4 +80,4 @@ def launch_fill_noise(noise_SV: torch.Tensor, rows: torch.Tensor, keys: torch.Te
     assert noise_SV.is_contiguous() and rows.is_contiguous() and keys.is_contiguous()
     if len(rows):
         with torch.cuda.device_of(noise_SV):  # Triton launches on the current device
-            _fill_noise_kernel[grid](noise_SV, rows, keys, vocabulary, BLOCK=BLOCK)
+            _fill_noise_kernel[grid](noise_SV, rows, keys, vocabulary, BLOCK=BLOCK, **LAUNCH)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from pathlib import Path
 from typing import Any
+
+from lp.kernel_launch import LAUNCH
 
 SHARED_KB = {80: 163, 90: 227, 100: 227}  # of a program at most, by compute capability
 
@@ -44,22 +45,20 @@ def compiled(
     source = ASTSource(
         kernel, signature, {(names.index(name),): value for name, value in constants.items()}, attributes
     )
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={**LAUNCH, **options})
 
 
 def spilled_bytes(kernel: Any, capability: int) -> int:
     """What a compiled kernel keeps in slow memory because registers do not suffice, as ptxas says."""
-    import triton
+    from triton.backends.nvidia.compiler import get_ptxas
 
     ptx = kernel.asm["ptx"]
     target = re.search(r"\.target (sm_\w+)", ptx)
     assert target is not None
-    tools = sorted(Path(triton.__file__).parent.glob("backends/nvidia/bin/ptxas*"))
-    tool = next((tool for tool in tools if ("blackwell" in tool.name) == (capability >= 100)), tools[0])
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
-        command = [str(tool), "-v", f"--gpu-name={target[1]}", file.name, "-o", "/dev/null"]
+        command = [get_ptxas(capability).path, "-v", f"--gpu-name={target[1]}", file.name, "-o", "/dev/null"]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
     assert spills, said
