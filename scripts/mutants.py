@@ -9,7 +9,8 @@ Works on a copy of the tree in a temporary folder. A mutant is killed if a test 
 The result is kept by mutant, and by what its file says, so that a run that is stopped goes on, and one after a change
 runs the mutants of the files that changed; new tests need --survivors. Compiled functions run as Python: compiling
 takes a minute a mutant.
-Ends with one JSON line; exit code 1 where a mutant that is not listed as equivalent survived.
+Ends with one JSON line. Exit code 1 where a mutant that is not listed as equivalent survived, or where tests fail
+without a mutant, too; then their mutants are not run.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 LIST = ROOT / "tests/mutants.jsonl"
 COPIED = ("lp", "launch", "conf", "docs", "scripts", "tests", "pyproject.toml", "README.md", "torchrun.sh")
-LIMIT_S = 300
+LIMIT_S = 900  # for tests without a mutant
+LEAST_LIMIT_S, SLOWER = 60, 4  # a mutant's tests may take so long at least, and so many times as long as without it
 PRELOADED = ["numba", "pytest", "torch", "transformers.modeling_utils"]  # seconds of every run
 SERVER = multiprocessing.get_context("forkserver")
 KILLED, SURVIVED, EQUIVALENT = "killed", "survived", "equivalent"
@@ -45,6 +47,7 @@ def main() -> None:
     arguments = _arguments()
     mutants = [json.loads(line) for line in LIST.read_text(encoding="utf-8").splitlines()]
     results = _read(arguments.ledger)
+    all_ran = True
     if not arguments.report:
         chosen = [mutant for mutant in mutants if mutant["path"].startswith(arguments.only)]
         if arguments.survivors:
@@ -52,8 +55,8 @@ def main() -> None:
         elif not arguments.again:
             chosen = [mutant for mutant in chosen if key(mutant) not in results]
         chosen = [mutant for mutant in chosen if "equivalent" not in mutant]
-        _run_all(chosen[: arguments.most], results, arguments.ledger)
-    sys.exit(_report(mutants, results))
+        all_ran = _run_all(chosen[: arguments.most], results, arguments.ledger)
+    sys.exit(max(_report(mutants, results), not all_ran))
 
 
 def _arguments() -> argparse.Namespace:
@@ -79,25 +82,29 @@ def _read(ledger: Path) -> dict[str, dict[str, Any]]:
     return {line["mutant"]: line for line in map(json.loads, whole.splitlines())}
 
 
-def _run_all(mutants: Sequence[dict[str, Any]], results: dict[str, dict[str, Any]], ledger: Path) -> None:
-    """Plant each in a copy of the tree, and write to the ledger what came of it."""
+def _run_all(mutants: Sequence[dict[str, Any]], results: dict[str, dict[str, Any]], ledger: Path) -> bool:
+    """Plant each in a copy of the tree, and write to the ledger what came of it; False: tests fail without any."""
     os.environ["NUMBA_DISABLE_JIT"] = "1"
     SERVER.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder)
         for name in COPIED:
             _copy(ROOT / name, tree / name)
-        passing: dict[tuple[str, ...], str | None] = {}
+        limits: dict[tuple[str, ...], float | None] = {}  # seconds; None: the tests fail without a mutant, too
         for number, mutant in enumerate(mutants, 1):
             tests = tuple(mutant["tests"])
-            if tests not in passing:
-                passing[tests] = _failing_test(tree, tests)
-            if passing[tests]:
-                sys.exit(f"{passing[tests]} fails without any mutant, too")
+            if tests not in limits:
+                started = time.monotonic()
+                failing = _failing_test(tree, tests, LIMIT_S)
+                if failing:
+                    print(f"{', '.join(tests)}: {failing} fails without any mutant, too; not run with one", flush=True)
+                limits[tests] = None if failing else max(SLOWER * (time.monotonic() - started), LEAST_LIMIT_S)
+            if (limit_s := limits[tests]) is None:
+                continue
             started = time.monotonic()
             source = (ROOT / mutant["path"]).read_text(encoding="utf-8")
             (tree / mutant["path"]).write_text(source.replace(mutant["old"], mutant["new"]), encoding="utf-8")
-            failing = _failing_test(tree, tests)
+            failing = _failing_test(tree, tests, limit_s)
             (tree / mutant["path"]).write_text(source, encoding="utf-8")
             line = {
                 "mutant": key(mutant),
@@ -110,6 +117,7 @@ def _run_all(mutants: Sequence[dict[str, Any]], results: dict[str, dict[str, Any
             with ledger.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
             print(f"{number} of {len(mutants)}: {line['result']}: {mutant['path']}: {mutant['new']}", flush=True)
+        return None not in limits.values()
 
 
 def _copy(source: Path, target: Path) -> None:
@@ -119,19 +127,19 @@ def _copy(source: Path, target: Path) -> None:
         shutil.copy(source, target)
 
 
-def _failing_test(tree: Path, tests: Sequence[str]) -> str | None:
+def _failing_test(tree: Path, tests: Sequence[str], limit_s: float) -> str | None:
     """The first of these tests that fails, or what else ended them; None where all pass."""
     output = tree / "output.txt"
-    process = SERVER.Process(target=_run_tests, args=(tree, [f"tests/{test}" for test in tests], output))
+    process = SERVER.Process(target=_run_tests, args=(tree, [f"tests/{test}" for test in tests], output, limit_s))
     process.start()
     assert process.pid
-    process.join(LIMIT_S)
+    process.join(limit_s)
     in_time = process.exitcode is not None
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # what the tests left running goes, too
     process.join()
     if not in_time:
-        return f"no end within {LIMIT_S} s"
+        return f"no end within {limit_s:.0f} s"
     if process.exitcode == 0:
         return None
     lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -139,9 +147,9 @@ def _failing_test(tree: Path, tests: Sequence[str]) -> str | None:
     return failed[0].removeprefix("tests/") if failed else f"pytest ended with {process.exitcode}"
 
 
-def _run_tests(tree: Path, files: Sequence[str], output: Path) -> None:
+def _run_tests(tree: Path, files: Sequence[str], output: Path, limit_s: float) -> None:
     """Run tests on a mutant, in a process that has imported all that no mutant changes, which saves seconds."""
-    signal.alarm(LIMIT_S + 10)  # where the script itself has been killed, nobody else ends it
+    signal.alarm(int(limit_s) + 10)  # where the script itself has been killed, nobody else ends it
     os.setpgid(0, 0)
     os.chdir(tree)
     sys.path.insert(0, str(tree))
