@@ -34,6 +34,39 @@ from .running.wait_line import waits_shown
 SHOWS_ONLY = {"--cfg", "-c", "--info", "-i", "--hydra-help", "--shell-completion", "-sc", "--version"}
 
 
+def program() -> None:
+    """Run `main` as the whole of this process, which ends as soon as threads have ended and exit handlers have run.
+
+    Python's own clean-up would look through a million objects, for seconds, and Triton 3.9 would list those that are
+    left to the user.
+
+    Raises:
+        SystemExit: as `main`.
+    """
+    code = 0
+
+    def end() -> None:
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        except (OSError, ValueError):
+            return  # Python tries again, and tells of it
+        os._exit(code)
+
+    atexit.register(end)  # the first one is called last, and handlers of what is imported later before it
+    try:
+        main()
+    except SystemExit as error:
+        if isinstance(error.code, str):  # which Python prints
+            atexit.unregister(end)
+        else:
+            code = error.code or 0
+        raise
+    except BaseException:
+        atexit.unregister(end)
+        raise
+
+
 def main(args: Sequence[str] | None = None) -> None:
     """Run the app or tool that the first argument names, or print usage or version.
 
@@ -200,4 +233,4 @@ def _compile(args: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    program()
