@@ -38,7 +38,8 @@ FILES: dict[str, str | bytes] = {
     "deep/secret_not.py": "x = 1\n",
     "build/c.py": "y = 2\n",
     ".gitignore": "build/\n",
-    "image.png": b"\x89PNG\0\0",
+    "image.png": b"\x89PNG",
+    "table.bin": b"1\0\0\0002\0\0\0",
     "latin.txt": b"caf\xe9",
     "large.py": "x = 1\n" * 1000,
 }
@@ -58,7 +59,7 @@ def test_which_files_are_read(place: str, tmp_path: Path, capsys: pytest.Capture
     assert [*tokens] == [".gitignore", "a.py", "deep/.gitignore", "deep/b.py", "deep/secret_not.py"]
     tokenizer, _ = load_tokenizer("demo")
     assert tokens["a.py"] == tokenizer(str(FILES["a.py"]), add_special_tokens=False)["input_ids"]
-    assert "left out: 2 binary, 1 too large" in capsys.readouterr().out
+    assert "left out: 3 binary, 1 too large" in capsys.readouterr().out
 
 
 def test_a_corpus_does_not_read_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
