@@ -20,6 +20,7 @@ LAYERS = [
         "lp.digest",
         "lp.compile_cache",
         "lp.file_locks",
+        "lp.kernel_launch",
         "lp.optional",
         "lp.to_device",
         "lp.waits",

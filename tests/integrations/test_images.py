@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import logging
 from pathlib import Path
@@ -104,6 +105,8 @@ def test_other_media_are_left_to_transformers() -> None:
     for name, medium, known in (("gemma4", "video", "images"), ("qwen2_5_vl", "audio", "images and videos")):
         model, inputs = image_model(name), image_prompt(name, 1, 1)
         given = {"mm_token_type_ids": inputs["mm_token_type_ids"]} | {"mm_encoder_outputs": {medium: torch.ones(1)}}
+        if "mm_encoder_outputs" not in inspect.signature(type(model).forward).parameters:
+            pytest.skip("this release of transformers hands media over as pixels")
         with pytest.raises(ValueError, match=f"{medium} is given, and of '{name}' only {known} are known to be exact"):
             PromptImages.of(model, inputs["input_ids"][0].tolist(), given)
 

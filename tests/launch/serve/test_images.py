@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import random
 import socket
@@ -92,7 +93,11 @@ def expected(server: Running, folder: Path, messages: list[dict[str, Any]], new:
     """What the decoder gives for what transformers' processor makes of the messages."""
     processor = tf.AutoProcessor.from_pretrained(folder)
     made = processor.apply_chat_template(
-        messages, tokenize=True, return_dict=True, add_generation_prompt=True, return_tensors="pt"
+        copy.deepcopy(messages),  # transformers 5.17 changes what it is given
+        tokenize=True,
+        return_dict=True,
+        add_generation_prompt=True,
+        return_tensors="pt",
     )
     sampling = None if seed is None else lp.SamplingParams(temperature=0.8, seed=seed)
     made["pixel_values"] = made["pixel_values"].double()
