@@ -274,6 +274,6 @@ def generated(model: PreTrainedModel, inputs: dict[str, Any], new: int, **option
 
 
 def skip_without(name: str) -> None:
-    """Skip a test whose model, or what lp needs for its recurrent layers, this release of transformers does not have."""
+    """Skip a test whose model, or what lp needs for its recurrent layers, this release of transformers lacks."""
     if name not in IMAGE_MODELS:
         pytest.skip(f"transformers {tf.__version__} has no {name}, or not what lp needs for it")
