@@ -35,10 +35,10 @@ SHOWS_ONLY = {"--cfg", "-c", "--info", "-i", "--hydra-help", "--shell-completion
 
 
 def program() -> None:
-    """Run `main` as the whole of this process, which ends as soon as threads have ended and exit handlers have run.
+    """Run `main`, then end the process as soon as its threads have ended and its exit handlers have run.
 
-    Python's own clean-up would look through a million objects, for seconds, and Triton 3.9 would list those that are
-    left to the user.
+    Python's own clean-up is left out: it looks through a million objects, for seconds, and makes Triton 3.9 print a
+    list of its objects that are left.
 
     Raises:
         SystemExit: as `main`.
@@ -53,7 +53,7 @@ def program() -> None:
             return  # Python tries again, and tells of it
         os._exit(code)
 
-    atexit.register(end)  # the first one is called last, and handlers of what is imported later before it
+    atexit.register(end)  # registered before torch is imported, so it is called after torch's handlers
     try:
         main()
     except SystemExit as error:

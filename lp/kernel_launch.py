@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-# A product and the sum it goes into are rounded once, not twice. Triton 3.9 warns where this is left open, and 3.10
-# leaves it off, which would change the rounding of every kernel, and its speed.
+# FP fusion: a product and the sum it goes into are rounded once, not twice. Triton 3.9 warns where a launch does not
+# choose, and 3.10 will turn it off there, which would change the rounding and the speed of every kernel.
 LAUNCH = {"enable_fp_fusion": True}

@@ -186,7 +186,8 @@ class SampledText(NamedTuple):
         layout: the nodes of the sequence's draft tree, as they are laid out in the step.
         header: first int64s of the sequence's message.
         text: token ids of the sequence: prompt and generated tokens.
-        first_row: row in the step's logits for `c`, the sequence's newest token; its other sampled nodes follow.
+        first_row: row in the step's logits for `c`, the sequence's newest token; its other sampled nodes follow. Only
+            captured steps read this and the next one.
         first_token: index of the sequence's first token among the tokens of the forward pass.
     """
 

@@ -278,7 +278,7 @@ def test_a_rank_pads_its_own_tokens() -> None:
 
 
 def test_a_step_is_padded_to_a_size_that_takes_less_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here a step of 2 to 31 tokens takes longer than one of 32; plain steps and those of several texts stay as are."""
+    """Here a step of 2 to 31 tokens takes longer than one of 32."""
     decoder = lp.LookaheadDecoder(
         tiny_model(), lp.LookaheadConfig(adaptive=True), step_times=STEP_TIMES["a bump below 32"]
     )
