@@ -203,7 +203,7 @@ class AttentionBackend:
             a mask.
         capture_obstacle: why steps with this backend can't be recorded as CUDA graphs; None: they can.
         compiles: whether torch.compile can compile a step with this backend's masks.
-        depth: how many positions after the cached tokens a step may reach at most; None: no limit.
+        depth: how many positions after the last token of the text a step may reach at most; None: no limit.
     """
 
     implementation: str

@@ -5,12 +5,13 @@ a step of many tokens rounds differently from a step of one token. Here the orde
 a token at position p are in two parts, by their own positions:
 
     0 ............. A(p) - 1 | A(p) ............. p        A(p) = floor((p - DEPTH) / UNIT) x UNIT, at least 0
-    cached, tile by tile       the tail: cached or in the step, gathered along the token's path
+    text, tile by tile         the tail: text or draft tokens, gathered along the token's path
 
 Both parts are computed in the same way in a plain step, in a step with a draft tree and in a prompt's chunk. Tiles
-begin at multiples of TILE and are added up in order, and the tail always has the same size. Keys before A(p) must be
-cached, so a step reaches at most DEPTH positions beyond the cached tokens. Sums are in float32 or wider. This file is
-in torch, for CPUs. For GPUs `lp.attention.by_position_kernel` adds up in another order, which is also the same in every
+begin at multiples of TILE and are added up in order, and the tail always has the same size. A key before A(p) must be
+at the place of its position: it is cached, or of the tokens of the text that a step begins with, in order. So a step
+reaches at most DEPTH positions beyond the last token of the text. Sums are in float32 or wider. This file is in torch,
+for CPUs. For GPUs `lp.attention.by_position_kernel` adds up in another order, which is also the same in every
 pass.
 
 H: query heads, G: KV heads, R: query heads of a KV head (H / G), T: tokens of the forward pass, L: cached tokens, N:

@@ -1,6 +1,6 @@
 """Finds where the keys lie that each token of a forward pass attends to, for the backend `lp.attention.by_position`.
 
-That backend adds up a token's keys by their positions: first the cached keys before position A(p), then the tail, which
+That backend adds up a token's keys by their positions: first the keys before position A(p), then the tail, which
 has the keys from A(p) up to the token's own position p. Keys of the tail may be cached or in the step.
 `lp.attention.by_position` defines A(p).
 
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from lp.attention.base import PooledView, StepView, Window
 
-DEPTH = 32  # most positions behind the cached ones that a step may reach
+DEPTH = 32  # most positions beyond the last token of the text that a step may reach
 UNIT = 64  # tails begin at positions that are multiples of it
 TILE = 256  # cached keys that are summed at once
 TAIL = DEPTH + UNIT  # U
@@ -92,7 +92,7 @@ def key_places(view: StepView | PooledView) -> KeyPlaces:
 
     Args:
         view: which keys each token sees. Each token must be the end of a path with one token at every position after
-            the cached ones.
+            the cached ones. Tokens of the text come first, in order.
     """
     positions_T = view.positions_T
     num_tokens = len(positions_T)
@@ -127,7 +127,7 @@ def key_places(view: StepView | PooledView) -> KeyPlaces:
 
 
 def _check_depth(positions_T: torch.Tensor, starts_T: torch.Tensor, length: int) -> None:
-    """Assert that all keys before A(p) are cached, in the order of their positions; on a GPU this is not checked."""
+    """Assert that all keys before A(p) are at the places of their positions; on a GPU this is not checked."""
     if positions_T.device.type != "cpu" or (end := int(starts_T.max())) <= length:
         return
     in_order = torch.arange(length, end)

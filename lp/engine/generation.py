@@ -338,8 +338,8 @@ class Generation:
             position: position of the step's `c`.
         """
         limit = self.request.limit_at(position)
-        if (depth := self.runner.backend.depth) is not None:  # from the end of what the rank has cached that lacks most
-            limit = min(limit, position - int(self.catch_up_counts.max()) + depth + 1)
+        if (depth := self.runner.backend.depth) is not None:
+            limit = min(limit, position + depth + 1)
         return limit
 
     def _slice_window(self) -> WindowSlices:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import threading
@@ -180,6 +181,25 @@ def test_a_step_goes_no_deeper_than_tails_reach() -> None:
         ids, 100, eos_token_id=(), prediction=expected.tokens
     )
     assert found.tokens == expected.tokens and max(step.accepted for step in found.step_stats) <= DEPTH
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_rank_that_lacks_tokens_goes_as_deep(ranks: int) -> None:
+    """The tokens that a rank lacks come first in its step, in order: their keys lie where cached ones would."""
+    model = tiny_model("llama", sharpness=2.0)
+    config = lp.LookaheadConfig(window_size=2, ngram_size=50, guess_set_size=2)
+    for length in (1, 20, 61, 96):
+        ids = drawn_text(random.Random(length), length)
+        expected = lp.PlainDecoder(model, exact="bitwise").generate(ids, 150, eos_token_id=()).tokens
+
+        def body(context: ParallelContext) -> lp.GenerationOutput:
+            decoder = lp.LookaheadDecoder(model, config, context, exact="bitwise")
+            return decoder.generate(ids, 150, eos_token_id=(), prediction=expected)  # noqa: B023  (run at once)
+
+        for found in run_lockstep(ranks, body):
+            accepted = [step.accepted for step in found.step_stats]
+            assert found.tokens == expected and max(accepted) == DEPTH
+            assert any(a == b == DEPTH for a, b in itertools.pairwise(accepted)), accepted
 
 
 def test_its_attention_has_the_limit_in_the_usual_mode_too() -> None:
