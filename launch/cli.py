@@ -20,6 +20,8 @@ from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
+from packaging.version import Version
+
 import lp
 from lp.compile_cache import complete, imported_too_early
 from lp.errors import UserError
@@ -32,39 +34,6 @@ from .running.wait_line import waits_shown
 
 # Options of Hydra with which no job runs.
 SHOWS_ONLY = {"--cfg", "-c", "--info", "-i", "--hydra-help", "--shell-completion", "-sc", "--version"}
-
-
-def program() -> None:
-    """Run `main`, then end the process as soon as its threads have ended and its exit handlers have run.
-
-    Python's own clean-up is left out: it looks through a million objects, for seconds, and makes Triton 3.9 print a
-    list of its objects that are left.
-
-    Raises:
-        SystemExit: as `main`.
-    """
-    code = 0
-
-    def end() -> None:
-        try:
-            sys.stdout.flush()
-            sys.stderr.flush()
-        except (OSError, ValueError):
-            return  # Python tries again, and tells of it
-        os._exit(code)
-
-    atexit.register(end)  # registered before torch is imported, so it is called after torch's handlers
-    try:
-        main()
-    except SystemExit as error:
-        if isinstance(error.code, str):  # which Python prints
-            atexit.unregister(end)
-        else:
-            code = error.code or 0
-        raise
-    except BaseException:
-        atexit.unregister(end)
-        raise
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -110,7 +79,7 @@ def run_tool(name: str, args: Sequence[str]) -> None:
     Raises:
         SystemExit: the exit code, where the tool fails or the options are wrong.
     """
-    atexit.register(gc.freeze)  # else Python looks through a million objects when it ends, for seconds
+    atexit.register(end_soon)
     with waits_shown():
         with _importing("torch and transformers"):
             from .running.errors import reported
@@ -134,7 +103,7 @@ def start(name: str, args: Sequence[str]) -> None:
     Raises:
         SystemExit: the exit code, where the app fails.
     """
-    atexit.register(gc.freeze)  # as in `run_tool`
+    atexit.register(end_soon)
     with waits_shown():
         _start(name, args)
 
@@ -188,6 +157,18 @@ def _importing(what: str) -> Iterator[None]:
             gc.enable()
 
 
+def end_soon() -> None:
+    """Keep Python's garbage collector away from what was imported when the process ends: it would take seconds.
+
+    Not where Triton 3.9 or newer is imported, which then prints a list of its objects that were not collected.
+    """
+    triton = sys.modules.get("triton")
+    if triton is None or Version(triton.__version__) < Version("3.9"):
+        gc.freeze()
+    else:
+        gc.unfreeze()
+
+
 def own_arguments(name: str, args: Sequence[str]) -> list[str]:
     """Translate an app's arguments into Hydra overrides: a prompt moves to the environment, bare file names get keys.
 
@@ -233,4 +214,4 @@ def _compile(args: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    program()
+    main()

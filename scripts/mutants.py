@@ -40,6 +40,7 @@ LEAST_LIMIT_S, SLOWER = 60, 4  # a mutant's tests may take so long at least, and
 PRELOADED = ["numba", "pytest", "torch", "transformers.modeling_utils"]  # seconds of every run
 SERVER = multiprocessing.get_context("forkserver")
 KILLED, SURVIVED, EQUIVALENT = "killed", "survived", "equivalent"
+NO_END = "no end within"  # how the reason of a test begins that was stopped: a busy machine may be one, too
 
 
 def main() -> None:
@@ -139,7 +140,7 @@ def _failing_test(tree: Path, tests: Sequence[str], limit_s: float) -> str | Non
         os.killpg(process.pid, signal.SIGKILL)  # what the tests left running goes, too
     process.join()
     if not in_time:
-        return f"no end within {limit_s:.0f} s"
+        return f"{NO_END} {limit_s:.0f} s"
     if process.exitcode == 0:
         return None
     lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -169,8 +170,10 @@ def _report(mutants: Sequence[dict[str, Any]], results: dict[str, dict[str, Any]
     """Print a table by file, those planted by hand, and the survivors; returns the exit code."""
     counts: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     survivors = []
+    stopped = 0
     for mutant in mutants:
         line = results.get(key(mutant))
+        stopped += bool(line and (line["by"] or "").startswith(NO_END))
         result = EQUIVALENT if "equivalent" in mutant else line["result"] if line else "not run"
         counts[mutant["path"]][result] += 1
         counts["all"][result] += 1
@@ -191,6 +194,7 @@ def _report(mutants: Sequence[dict[str, Any]], results: dict[str, dict[str, Any]
         print(f"\nsurvived: {mutant['path']}\n- {mutant['old']}\n+ {mutant['new']}")
     total = counts["all"]
     judged = total[KILLED] + total[SURVIVED]
+    print(f"\n{stopped} were killed by the time limit alone")
     print(json.dumps({"table": "mutants", **total, "killed_share": round(total[KILLED] / max(judged, 1), 4)}))
     return 1 if survivors else 0
 

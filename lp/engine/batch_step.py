@@ -20,7 +20,7 @@ import torch
 from lp.engine.captured_tails import CapturedTails
 from lp.engine.generation import Generation, StepPart
 from lp.engine.output import StepTimer
-from lp.engine.step_sampler import SampledText, node_sampling
+from lp.engine.step_sampler import StepSequence, node_sampling
 from lp.errors import RanksParted
 from lp.models.captured_forests import CapturedForests
 from lp.models.runner import ModelRunner, PassLogits
@@ -219,12 +219,12 @@ class BatchStep:
         if computed.step is None or tails is None:
             return {}
         together = tails.go_together([text.step_sampler for text in passes if text in parts])
-        texts: dict[Generation, SampledText] = {}
+        texts: dict[Generation, StepSequence] = {}
         row = token = 0
         for text, tree in passes.items():
             if text.step_sampler in together:
                 part = parts[text]
-                texts[text] = SampledText(text.step_sampler, part.layout, part.header, text.text, row, token)
+                texts[text] = StepSequence(text.step_sampler, part.layout, part.header, text.text, row, token)
             row += len(tree.logits_indices)
             token += len(tree.tokens)
         if not texts:
@@ -271,7 +271,7 @@ class BatchStep:
         logits: dict[Generation, torch.Tensor],
     ) -> dict[Generation, Sampled]:
         """Sample the nodes of texts with equal `StepSampler.joint_key` by one call, and pack their top-k logits."""
-        nodes = [SampledText(text.step_sampler, parts[text].layout, parts[text].header, text.text) for text in texts]
+        nodes = [StepSequence(text.step_sampler, parts[text].layout, parts[text].header, text.text) for text in texts]
         joined = _joined([logits[text] for text in texts])
         scores, tokens = node_sampling(nodes, joined.device).sample(joined)
         num_logits = max(parts[text].num_logits for text in texts)

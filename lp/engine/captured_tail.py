@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from lp.engine.sharded_sampling import ShardedSampling
-from lp.engine.step_sampler import SampledText, noise_rows
+from lp.engine.step_sampler import StepSequence, noise_rows
 from lp.models.captured_step import StepTensors
 from lp.models.graph_recorder import GraphRecorder
 from lp.parallel.message import (
@@ -203,7 +203,7 @@ class CapturedTail:
 
         self._run = recorder.record(tail)
 
-    def run(self, texts: Sequence[SampledText], places: Sequence[int]) -> None:
+    def run(self, texts: Sequence[StepSequence], places: Sequence[int]) -> None:
         """Sample the sequences of a step whose forward pass was launched just before; the results are in `messages`.
 
         Args:
@@ -215,7 +215,7 @@ class CapturedTail:
         for note in noted:  # not before: what fails until here leaves the samplers as they were
             note()
 
-    def _stage(self, texts: Sequence[SampledText], places: Sequence[int]) -> list[Callable[[], None]]:
+    def _stage(self, texts: Sequence[StepSequence], places: Sequence[int]) -> list[Callable[[], None]]:
         """Fill the host's block for these texts; the rest of it becomes padding.
 
         Returns:

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 
 from lp.engine.captured_tail import CapturedTail, SamplerMemory, TailShape
-from lp.engine.step_sampler import SampledText, StepSampler
+from lp.engine.step_sampler import StepSampler, StepSequence
 from lp.models import captured_steps
 from lp.models.captured_step import CapturedStep
 from lp.models.graph_recorder import CaptureFailed
@@ -66,7 +66,7 @@ class CapturedTails:
         self,
         step: CapturedStep,
         logits_BV: torch.Tensor,
-        texts: Sequence[SampledText],
+        texts: Sequence[StepSequence],
         num_logits: int,
         running: Collection[Sampler],
         on_host: bool,

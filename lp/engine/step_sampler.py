@@ -88,7 +88,7 @@ class StepSampler:
             return scores, self.sampler.sample(scores, layout.sampled_positions, branches, self._drafts(layout))
 
         rules = self.sampler.rules
-        sampling = None if rules is None else node_sampling([SampledText(self, layout, header, text)], logits.device)
+        sampling = None if rules is None else node_sampling([StepSequence(self, layout, header, text)], logits.device)
         if not self.sharded:
             scores, tokens = by_host(logits) if sampling is None else sampling.sample(logits)
             return pack(header, layout, self.of_nodes(logits, scores, tokens, num_logits), self.shape)
@@ -178,17 +178,18 @@ class StepSampler:
 NO_NUMBERS = torch.empty(0, 0, dtype=torch.float64)
 
 
-class SampledText(NamedTuple):
-    """One sequence of a step, whose nodes are sampled after the forward pass.
+class StepSequence(NamedTuple):
+    """What sampling reads of one sequence of a decode step.
 
     Attributes:
         step_sampler: samples the sequence's nodes, and has its sampler.
         layout: the nodes of the sequence's draft tree, as they are laid out in the step.
         header: first int64s of the sequence's message.
         text: token ids of the sequence: prompt and generated tokens.
-        first_row: row in the step's logits for `c`, the sequence's newest token; its other sampled nodes follow. Only
-            captured steps read this and the next one.
-        first_token: index of the sequence's first token among the tokens of the forward pass.
+        first_row: row in the step's logits for `c`, the sequence's newest token; its other sampled nodes follow. Read by
+            captured steps only.
+        first_token: index of the sequence's first token among the tokens of the forward pass. Read by captured steps
+            only.
     """
 
     step_sampler: StepSampler
@@ -204,40 +205,40 @@ class SampledText(NamedTuple):
         return self.step_sampler.sampler
 
 
-def node_sampling(texts: Sequence[SampledText], device: torch.device) -> NodeSampling:
-    """Prepare the call that samples the nodes of several requests at once: their settings, token counts and noise.
+def node_sampling(sequences: Sequence[StepSequence], device: torch.device) -> NodeSampling:
+    """Prepare the call that samples the nodes of several sequences at once: their settings, token counts and noise.
 
     Args:
-        texts: sequences with equal `StepSampler.joint_key`, whose samplers have rules, in the order of their logits.
+        sequences: must have equal `StepSampler.joint_key`; their samplers have rules; in the order of their logits.
         device: device of the logits.
 
     Returns:
         An object whose `sample` takes the logits of all nodes, (n, V).
     """
-    rules = [own.sampler.rules for own in texts if own.sampler.rules is not None]
-    noise = [own.sampler.noise for own in texts if own.sampler.noise is not None]
+    rules = [own.sampler.rules for own in sequences if own.sampler.rules is not None]
+    noise = [own.sampler.noise for own in sequences if own.sampler.noise is not None]
     call = CallRules.of(rules, bool(noise))
     sampling = NodeSampling(call, rules[0], NO_NUMBERS, None)
     if not (call.operations or call.functions_key or noise):
         return sampling
-    reachable = [own.layout.reachable[own.layout.sampled_nodes] for own in texts]
+    reachable = [own.layout.reachable[own.layout.sampled_nodes] for own in sequences]
     if call.operations or call.functions_key:
         numbers = np.array([own.numbers for own in rules])
-        if len(texts) > 1:
+        if len(sequences) > 1:
             numbers = numbers.repeat([len(own) for own in reachable], 0)
         sampling.numbers = to_device(numbers, device)
         if not all(own.all() for own in reachable):
             sampling.reachable = to_device(np.concatenate(reachable)[:, None], device)
     if call.counts:
-        sampling.counts, sampling.columns = _counts(texts, device)
+        sampling.counts, sampling.columns = _counts(sequences, device)
     if noise:
-        positions = [[position + 1 for position in own.layout.sampled_positions] for own in texts]
+        positions = [[position + 1 for position in own.layout.sampled_positions] for own in sequences]
         NoiseCache.fill(noise, positions)
         rows = [
             to_device(noise_rows(own.sampler, at, reached), device)
-            for own, at, reached in zip(texts, positions, reachable, strict=True)
+            for own, at, reached in zip(sequences, positions, reachable, strict=True)
         ]
-        if len(texts) == 1:
+        if len(sequences) == 1:
             sampling.noise_SV, sampling.noise_rows = noise[0].noise_SV, rows[0]
         else:
             parts = [own.noise_SV.index_select(0, at) for own, at in zip(noise, rows, strict=True)]
@@ -261,13 +262,13 @@ def noise_rows(sampler: Sampler, positions: Sequence[int], reachable: np.ndarray
     return [row if reached else NO_NOISE for row, reached in zip(rows, reachable.tolist(), strict=True)]
 
 
-def _counts(texts: Sequence[SampledText], device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _counts(sequences: Sequence[StepSequence], device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Token counts of every node, for penalties: `counts` and `columns` of `NodeSampling`.
 
     On a CPU they have only the columns of tokens that occur; a GPU would have to wait for the host to find these.
     """
-    rows = [_counted(own, device) for own in texts]
-    tokens = [to_device(own.layout.step_tokens, device) for own in texts]
+    rows = [_counted(own, device) for own in sequences]
+    tokens = [to_device(own.layout.step_tokens, device) for own in sequences]
     columns = None
     if device.type == "cpu":
         had = [row.nonzero()[:, 0] for row in rows]
@@ -277,7 +278,7 @@ def _counts(texts: Sequence[SampledText], device: torch.device) -> tuple[torch.T
         rows = [row[columns] for row in rows]
         tokens = [torch.searchsorted(columns, own).masked_fill(own >= vocabulary, len(columns)) for own in tokens]
     counts = []
-    for own, row, own_tokens in zip(texts, rows, tokens, strict=True):
+    for own, row, own_tokens in zip(sequences, rows, tokens, strict=True):
         assert own.sampler.counts is not None
         visible = ancestors(own.layout.step_parents)[own.layout.sampled_tokens]
         generated = own.layout.step_positions >= own.sampler.counts.first_generated
@@ -286,8 +287,8 @@ def _counts(texts: Sequence[SampledText], device: torch.device) -> tuple[torch.T
     return counts[0] if len(counts) == 1 else torch.cat(counts), columns
 
 
-def _counted(own: SampledText, device: torch.device) -> torch.Tensor:
-    """How often each token occurs in a text before its step, brought up to date: int32 (V,)."""
+def _counted(own: StepSequence, device: torch.device) -> torch.Tensor:
+    """How often each token occurs in a sequence before its step, brought up to date: int32 (V,)."""
     counts = own.sampler.counts
     assert counts is not None
     num_tokens = int(own.layout.step_positions[0])

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from lp.kernel_launch import LAUNCH
 from lp.sampling import noise
 from lp.sampling.noise import BELOW_1, fill_noise_rows, position_key
 from lp.sampling.noise_kernel import gumbel_of, launch_fill_noise, random_bits
@@ -55,7 +56,7 @@ def same_bits(device: torch.device) -> bool:
     for key in KEYS:
         bits = torch.zeros(256, dtype=torch.int64, device=device)
         keys = torch.tensor([key], device=device)
-        _store_bits[(1,)](bits, keys, SIZE=256)
+        _store_bits[(1,)](bits, keys, SIZE=256, **LAUNCH)
         if not torch.equal(bits, noise.random_bits(keys, 256)[0]):
             return False
     return True
@@ -64,7 +65,7 @@ def same_bits(device: torch.device) -> bool:
 def largest_is_finite(device: torch.device) -> bool:
     """Whether the noise of 64 set bits is torch's, which is that of the largest double below 1."""
     found = torch.zeros(1, dtype=torch.float64, device=device)
-    _store_noise[(1,)](found, torch.tensor([-1], device=device))
+    _store_noise[(1,)](found, torch.tensor([-1], device=device), **LAUNCH)
     return abs(float(found) + math.log(-math.log(BELOW_1))) < 1e-12
 
 
