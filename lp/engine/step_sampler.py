@@ -209,7 +209,7 @@ def node_sampling(sequences: Sequence[StepSequence], device: torch.device) -> No
     """Prepare the call that samples the nodes of several sequences at once: their settings, token counts and noise.
 
     Args:
-        sequences: must have equal `StepSampler.joint_key`; their samplers have rules; in the order of their logits.
+        sequences: in the order of their logits, with equal `StepSampler.joint_key`, and samplers that have rules.
         device: device of the logits.
 
     Returns:
