@@ -209,7 +209,7 @@ def node_sampling(sequences: Sequence[StepSequence], device: torch.device) -> No
     """Prepare the call that samples the nodes of several sequences at once: their settings, token counts and noise.
 
     Args:
-        sequences: in the order of their logits, with equal `StepSampler.joint_key`, and samplers that have rules.
+        sequences: they have equal `StepSampler.joint_key` and samplers with rules; the logits are in their order.
         device: device of the logits.
 
     Returns:
