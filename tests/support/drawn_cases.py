@@ -337,7 +337,7 @@ def kind(arch: str) -> str | None:
     """Which of KINDS an architecture is; None for a plain one, and for those that take images."""
     if arch in IMAGE_MODELS:
         return None
-    config = tiny_config(arch)
+    config = _default_config(arch)
     if {config.model_type, config.get_text_config().model_type} & {*MODEL_TYPES}:
         return "hybrid"
     if "sliding" in arch or arch in ("gemma3", "gemma2", "starcoder2", "cohere2", "gpt_oss", "llama4"):
@@ -368,9 +368,15 @@ def supported() -> list[str]:
     return names
 
 
+@cache
+def _default_config(arch: str) -> Any:
+    """The tiny config of an architecture, to be read only: to make one takes some milliseconds."""
+    return tiny_config(arch)
+
+
 def _drawn_sizes(rng: random.Random, arch: str) -> dict[str, Any]:
     sizes: dict[str, Any] = {"vocab_size": rng.choice([2, 5, 17, 61, 61, 61, 300])}
-    if hasattr(tiny_config(arch), "vocab_size_per_layer_input"):
+    if hasattr(_default_config(arch), "vocab_size_per_layer_input"):
         sizes["vocab_size_per_layer_input"] = sizes["vocab_size"]
     if arch not in RESIZED:
         return sizes
@@ -382,11 +388,12 @@ def _drawn_sizes(rng: random.Random, arch: str) -> dict[str, Any]:
 
 def _drawn_tp(rng: random.Random, arch: str, ranks: int, overrides: dict[str, Any], wanted: bool) -> int:
     """How many ranks hold a replica between them: 1 where there is no plan of how to divide the architecture."""
-    config = tiny_config(arch, **overrides)
+    config = _default_config(arch)
     plan = getattr(config, "base_model_tp_plan", None)
     if not plan or not {*plan.values()} <= STYLES.keys() or not getattr(config, "num_attention_heads", 0):
         return 1
-    heads = config.num_attention_heads, getattr(config, "num_key_value_heads", 4), config.vocab_size
+    kv_heads = overrides.get("num_key_value_heads", getattr(config, "num_key_value_heads", 4))
+    heads = config.num_attention_heads, kv_heads, overrides["vocab_size"]
     fitting = [size for size in (2, 4) if ranks % size == 0 and heads[0] % size == 0 and heads[2] >= size]
     fitting = [size for size in fitting if heads[1] % size == 0 or size % heads[1] == 0]
     return rng.choice(fitting if wanted and fitting else [1, *fitting])
