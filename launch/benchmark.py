@@ -21,7 +21,7 @@ from .bench.compare import Difference
 from .bench.machine import PeakMemory
 from .bench.records import Record, RecordFile, digest
 from .bench.runs import Bench, ModelCache, open_bench
-from .bench.table import ProgressBar, console_on, print_totals, summary
+from .bench.terminal import ProgressBar, console_on, print_totals, summary
 from .bench.totals import totals
 from .cli import start
 from .config.schema import BenchmarkConfig, Output

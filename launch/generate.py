@@ -20,8 +20,8 @@ from lp.waits import waiting
 
 from .bench.alternation import alternate, warm_up
 from .bench.compare import differences
-from .bench.table import console_on
-from .bench.text_report import Result, TextReport, as_json, describe, print_table
+from .bench.generate_result import Result, TextReport, as_json, describe, print_table
+from .bench.terminal import console_on
 from .cli import start
 from .config.builders import ORACLE
 from .config.schema import Config, TextOutput

@@ -34,7 +34,7 @@ from .bench.baselines import BASELINES, BaselineOptions
 from .bench.machine import device_name
 from .bench.step_profile import Plan, profile
 from .bench.step_tables import ProfileResult, as_json, draw, print_tables
-from .bench.table import console_on
+from .bench.terminal import console_on
 from .bench.totals import Total
 from .cli import start
 from .config.builders import ORACLE, PLAIN, decoder_builders, measured

@@ -55,8 +55,8 @@ from .bench.scaling_lines import (
     scaling_table,
     with_efficiency,
 )
-from .bench.summary import markdown, short
-from .bench.table import PipeConsole
+from .bench.table_text import markdown, short
+from .bench.terminal import PipeConsole
 from .cli import start
 from .config.builders import ALONE, ORACLE, PLAIN, draft_configs
 from .config.sampling import sampling_of

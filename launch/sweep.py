@@ -92,7 +92,7 @@ class SweepEnd(Callback):
 
 def _show(folder: Path) -> int:
     """Print the table and draw the plots of a sweep; return an exit code, as Hydra turns exceptions into warnings."""
-    from .bench.table import show_sweep  # an app without records needs none of it
+    from .bench.terminal import show_sweep  # an app without records needs none of it
 
     try:
         with reported():

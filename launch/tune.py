@@ -25,7 +25,7 @@ from lp.waits import waiting
 from .bench.alternation import warm_up
 from .bench.plots import tune_plot
 from .bench.search import BUDGETS, SettingResult, ranks_that_pay, search, speed_of_ranks
-from .bench.table import console_on, empty_table, put
+from .bench.terminal import console_on, empty_table, put
 from .cli import start
 from .config.builders import PLAIN, measured, shape_and_pool
 from .config.sampling import describe_sampling, seeded

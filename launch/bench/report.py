@@ -21,7 +21,7 @@ from ..config.builders import ORACLE, PLAIN
 from .plots import accepted_plot, dataset_plot, heat_map, scaling_plots, time_plot, tokens_plot
 from .records import load_records
 from .scaling_lines import Line, scaling_table
-from .summary import caption, common, notes, ordered, spread, table_of, varying
+from .table_text import caption, common, notes, ordered, spread, table_of, varying
 from .totals import Total, totals
 
 STYLE = """:root { color-scheme: light dark; --text: #222; --page: #fff; --line: #ddd; --best: #e8f1fb }

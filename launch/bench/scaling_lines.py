@@ -14,7 +14,7 @@ from typing import Any
 from ..config.builders import ALONE, ORACLE, PLAIN
 from .projection import Link, Projected
 from .records import Record
-from .summary import spread
+from .table_text import spread
 from .totals import Total, totals
 
 MEASURED, PROJECTED = "measured", "projected"

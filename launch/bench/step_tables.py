@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .step_profile import Point, Profile
-from .table import empty_table, put
+from .terminal import empty_table, put
 from .totals import Total
 
 PICTURE = "profile.png"

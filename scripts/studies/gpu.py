@@ -22,7 +22,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from launch.bench.table import empty_table
+from launch.bench.terminal import empty_table
 
 from .harness import Command, option
 

@@ -33,7 +33,7 @@ import transformers
 from rich.progress import track
 
 import lp
-from launch.bench.summary import markdown
+from launch.bench.table_text import markdown
 from launch.data.prompts import Prompt, load_builtin, load_jsonl
 from lp.digest import chain_digest
 from lp.errors import UserError

@@ -21,7 +21,7 @@ from pathlib import Path
 from launch.bench.records import load_records
 from launch.bench.report import read_lines
 from launch.bench.scaling_lines import errors, scaling_table
-from launch.bench.summary import caption, markdown, notes, ordered, short, table_of
+from launch.bench.table_text import caption, markdown, notes, ordered, short, table_of
 from launch.bench.totals import Total, totals
 from lp.errors import UserError
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 import lp
-from launch.bench.summary import markdown
+from launch.bench.table_text import markdown
 from lp.draft.share import step_tokens
 from lp.draft.window import WindowSlice, slice_window
 from lp.parallel.message import MessageShape

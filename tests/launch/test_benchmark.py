@@ -25,7 +25,7 @@ from launch.bench.baselines import BASELINES, BaselineOptions, register_baseline
 from launch.bench.record_settings import settings_of
 from launch.bench.records import load_records
 from launch.bench.runs import ModelCache, open_bench
-from launch.bench.summary import caption
+from launch.bench.table_text import caption
 from launch.bench.totals import totals
 from launch.benchmark import benchmark
 from launch.config.builders import draft_configs

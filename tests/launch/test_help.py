@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from launch.apps import APPS
-from launch.bench.table import empty_table, put
+from launch.bench.terminal import empty_table, put
 from launch.cli import main, start
 from launch.keys import app_keys
 from tests.conftest import Processes

@@ -11,7 +11,7 @@ import pytest
 from hydra._internal.callbacks import Callbacks
 from omegaconf import OmegaConf
 
-from launch.bench.table import console_on
+from launch.bench.terminal import console_on
 from launch.running.errors import INTERRUPTED, LOST, READER_LEFT, USER_ERROR, reported
 from launch.sweep import SweepEnd
 
@@ -35,7 +35,7 @@ def test_figures_that_fail(
     def show(folder: Path) -> None:
         raise error
 
-    monkeypatch.setattr("launch.bench.table.show_sweep", show)
+    monkeypatch.setattr("launch.bench.terminal.show_sweep", show)
     if failed:
         (tmp_path / "failed").mkdir()
         (tmp_path / "failed" / "0-1.txt").write_text("W=1")

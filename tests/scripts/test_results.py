@@ -15,7 +15,7 @@ from launch.bench.plots import _colours, _is_line, _without_overlaps, heat_map
 from launch.bench.records import RecordFile, digest, load_records
 from launch.bench.report import main, read_lines, write_report
 from launch.bench.scaling_lines import PROJECTED, Line, errors, measured_lines
-from launch.bench.summary import HEADS, caption, cells, notes, ordered, table_of, varying
+from launch.bench.table_text import HEADS, caption, cells, notes, ordered, table_of, varying
 from launch.bench.totals import Total, totals
 from scripts.studies import results
 from tests.conftest import ROOT

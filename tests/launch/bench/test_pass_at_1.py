@@ -19,7 +19,7 @@ from launch.bench.pass_at_1.checks import final_number, function_program
 from launch.bench.pass_at_1.execution import PASSED, check_limits, run_program
 from launch.bench.records import load_records
 from launch.bench.runs import ModelCache
-from launch.bench.summary import table_of
+from launch.bench.table_text import table_of
 from launch.bench.totals import totals
 from launch.benchmark import benchmark
 from launch.data.prompts import Fields, Prompt, load_jsonl

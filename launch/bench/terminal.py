@@ -1,4 +1,4 @@
-"""Show a benchmark: its progress while it runs, its table at the end."""
+"""Show a benchmark on the terminal: its progress while it runs, its table at the end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .records import NoRecordsError, Record, load_records
-from .summary import caption, common, notes, ordered, table_of, varying
+from .table_text import caption, common, notes, ordered, table_of, varying
 from .totals import Total, totals
 
 UNLIMITED = 10_000  # columns: more than any table has

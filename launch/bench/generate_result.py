@@ -21,8 +21,8 @@ from ..running.session import Session
 from .alternation import Measured
 from .compare import Difference
 from .machine import device_name, machine_now, remarks
-from .summary import spread, verdict
-from .table import empty_table, put
+from .table_text import spread, verdict
+from .terminal import empty_table, put
 from .totals import Total
 
 
