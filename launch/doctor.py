@@ -18,6 +18,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -29,8 +30,11 @@ from lp.budget.step_times_cache import cache_folder
 from lp.commands import app_command, in_clone, install_command
 from lp.compile_cache import why_not_compiled
 from lp.compiled import COMPILED
+from lp.config import KVDtype
 from lp.draft.pool.model_ngrams import FILE_NAME
+from lp.models.kv_cache import slot_bytes
 from lp.models.loader import Loaded, context_limit, load, model_source
+from lp.models.runner import ModelRunner
 from lp.optional import is_installed
 from lp.waits import waiting
 
@@ -215,9 +219,22 @@ def _runner(decoder: lp.PlainDecoder) -> list[tuple[str, str]]:
         ("capture", str(runner.captured.mode) if runner.captured else not_captured),
         ("exact", "yes" if runner.exact else "NO: activations are quantised, so tokens may differ"),
     ]
+    found.append(("memory", f"{_size(runner.model.get_memory_footprint())} of weights; {_kv_cache(runner)}"))
     if not runner.takes_forests:
         found.append(("refused", "steps of several texts at once, which this model's layers keep no states for"))
     return found
+
+
+def _kv_cache(runner: ModelRunner) -> str:
+    if not (kinds := runner.known_kinds):
+        return "no keys and values"
+    smaller = {replace(kind, kv_dtype=KVDtype.INT8): count for kind, count in kinds.items()}
+    each, less = (_size(1000 * slot_bytes(of)) for of in (kinds, smaller))
+    return f"keys and values of 1,000 tokens: {each}, {less} with kv_dtype=int8"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 20):,.1f} MiB"
 
 
 def _ngrams(name: str) -> list[tuple[str, str]]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from launch import ngrams
 from launch.cli import run_tool
@@ -66,6 +67,11 @@ def test_a_model(capsys: pytest.CaptureFixture[str], tiny_folder: Path) -> None:
     assert "LlamaForCausalLM" in found["model"][0] and "a context of 256 tokens" in found["model"][0]
     assert found["attention"] == ["flash"] and found["layers"] == ["fused"] and found["exact"] == ["yes"]
     assert found["capture"] == ["no: the device is no GPU"]
+    config = AutoConfig.from_pretrained(tiny_folder)
+    numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * 1000
+    sizes = [numbers * size / (1 << 20) for size in (4 * config.head_dim, config.head_dim + 4)]
+    expected = "keys and values of 1,000 tokens: {:.1f} MiB, {:.1f} MiB with kv_dtype=int8".format(*sizes)
+    assert found["memory"][0].endswith(f" MiB of weights; {expected}")
     assert found["n-grams"] == [f"none beside the model; {app_command('ngrams')} {tiny_folder}"]
 
 
