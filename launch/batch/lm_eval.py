@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.registry import register_model
 from lm_eval.models.openai_completions import LocalCompletionsAPI
@@ -35,7 +36,8 @@ class BatchModel(LocalCompletionsAPI):
     Args:
         pretrained: the model's folder or its name on the hub.
         dtype: dtype of the weights by name, such as "bfloat16".
-        device: where the model computes, such as "cuda:1"; None takes lp's default.
+        device: where the model computes, such as "cuda:1"; None takes lp's default, as does a GPU where torch has
+            none: lm_eval says "cuda:0" where nobody has asked for a device.
         batch_size: ignored, as one file has all requests.
         max_batch_size: ignored.
         max_length: most tokens of a prompt and its answer together.
@@ -56,7 +58,8 @@ class BatchModel(LocalCompletionsAPI):
             model=pretrained, tokenizer_backend="huggingface", batch_size=ALL, max_retries=1, max_length=max_length
         )
         given = {"model": "hf", "model.name": pretrained, "model.dtype": dtype, **overrides}
-        given |= {"model.device": device} if device else {}
+        if device and (torch.cuda.is_available() or not device.startswith("cuda")):
+            given["model.device"] = device
         self._overrides = [
             f"{name}={quoted(value) if isinstance(value, str) else value}" for name, value in given.items()
         ]

@@ -205,8 +205,9 @@ def caption(report: TextReport) -> str:
         parts.append(f"JSON schema: {s['json_schema']}")
     if not s["exact"]:
         parts.append("activations are quantised, so tokens may differ")
-    rounds = "one round, whose times have no known spread" if s["repeats"] == 1 else f"median of {s['repeats']} rounds"
-    return ", ".join([*parts, rounds])
+    if s["repeats"] > 1:
+        parts.append(f"median of {s['repeats']} rounds")
+    return ", ".join(parts)
 
 
 def spreads(report: TextReport) -> list[str]:

@@ -197,17 +197,17 @@ class Common:
     """Keys of all apps.
 
     Args:
-        W: columns of the window, the paper's window_size, which ranks divide. With decoder=lookahead_auto W is a bound
-            of each rank's step.
+        W: columns of the window, the paper's window_size, which ranks divide. With decoder=lookahead_auto it
+            is the most columns that one rank computes in a step.
         N: tokens of an n-gram, the paper's ngram_size.
         G: a step has at most G x (N - 1) draft tokens, the paper's guess_set_size, which ranks divide and round up.
-            With decoder=lookahead_auto G is a bound of each rank's step. null: the decoder's own default, 184 with
-            lookahead_auto and 104 with lookahead.
+            With decoder=lookahead_auto that is the most that one rank computes. null: the decoder's own default, 184
+            with lookahead_auto and 104 with lookahead.
         max_new_tokens: most tokens to add to a prompt.
         stop_strings: a text ends with the token that completes one of them.
         seed: the seed of sampling; null draws one, rank 0's for all.
-        exact: what lookahead leaves as plain decoding has it: tokens, but for what rounding decides, or bitwise, every
-            bit of the logits; auto is tokens.
+        exact: what is equal to plain decoding: tokens (except where rounding decides), or bitwise (every bit of the
+            logits); auto means tokens.
     """
 
     model: ModelSchema = field(default_factory=ModelSchema)

@@ -149,6 +149,8 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        if scope["method"] == "HEAD":  # as GET: uvicorn, which knows what was asked, leaves the body out
+            scope = {**scope, "method": "GET"}
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -160,7 +162,7 @@ class Guard:
             self._check_name(scope, self._check_key(scope))
             body = await self._body(scope, receive)
         except ApiError as error:
-            await JSONResponse(error.body(), error.status)(scope, receive, counted)
+            await JSONResponse(error.body(), error.status, headers=error.headers)(scope, receive, counted)
             return
         if body is None:  # the client has left
             return
@@ -179,12 +181,14 @@ class Guard:
         """Refuse a request that lacks the key it needs, and note whose it is; whether it has one."""
         if not self._keys:
             return False
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        clients = [client for key, client in self._keys.items() if hmac.compare_digest(given, b"Bearer " + key)]
+        scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+        bearer = scheme.lower() == b"bearer"
+        clients = [client for key, client in self._keys.items() if hmac.compare_digest(given, key) and bearer]
         has_key = bool(clients)
         scope[CLIENT] = clients[0] if clients else Client()
         if not has_key and scope["path"] not in self.open_paths:
-            raise ApiError(401, "this server needs its API key; send it as Authorization: Bearer KEY")
+            asked = {"WWW-Authenticate": "Bearer"}
+            raise ApiError(401, "this server needs its API key; send it as Authorization: Bearer KEY", headers=asked)
         return has_key
 
     def _check_name(self, scope: Message, has_key: bool) -> None:

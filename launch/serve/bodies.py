@@ -787,6 +787,7 @@ class ChatBody(OpenAI):
         "continue_final_message": "give the text so far to /v1/completions",
         "documents": "give chat_template_kwargs.documents",
         "function_call": "give tool_choice",
+        "verbosity": "say it in a message",
         **dict.fromkeys(("audio", "modalities"), "this model writes text"),
         "web_search_options": "this server has no search",
     }

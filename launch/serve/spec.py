@@ -10,11 +10,9 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from torch.nn.functional import pad
 from transformers import LogitsProcessor, SequenceBiasLogitsProcessor
 
 import lp
-from lp.models.prompt_images import TOKEN_TYPES
 from lp.sampling.grammar import Grammar
 from lp.sampling.penalties import CountPenalty, RecentRepetitionPenalty
 from lp.sampling.reasoning import AfterReasoning, ReasoningBlock
@@ -46,18 +44,6 @@ class SentTensors:
             text: base64 text, from the sender's property `text`.
         """
         return cls(safetensors.torch.load(base64.b64decode(text)))
-
-    def after(self, resumed: int) -> dict[str, torch.Tensor]:
-        """Fit the tensors to a longer prompt, to which resumed tokens (generated before a restart) are appended.
-
-        Token type ids get a 0, which means text, for each resumed token.
-
-        Args:
-            resumed: number of tokens that are appended to the prompt.
-        """
-        return {
-            name: pad(tensor, (0, resumed)) if name in TOKEN_TYPES else tensor for name, tensor in self.tensors.items()
-        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +138,7 @@ class TextSpec:
             "owner": self.owner,
             "corpora": self.corpora,
             "adapter": self.adapter,
-            **(self.images.after(len(self.resumed)) if self.images else {}),
+            **(self.images.tensors if self.images else {}),
         }
 
     def _grammar(self, grammars: Grammars) -> Grammar | None:

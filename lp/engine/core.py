@@ -9,6 +9,7 @@ is here: it decides which sequences take part in a step, and which chunks of pro
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ from types import TracebackType
 import numpy as np
 
 from lp.budget.policy import Budget, Company
+from lp.checks import check_int
 from lp.engine.batch_step import BatchStep
 from lp.engine.caches import TextCaches
 from lp.engine.decoder import computing_on
@@ -209,7 +211,12 @@ class EngineCore:
         Args:
             handle: handle of the request.
             num_tokens: how many of the generated tokens to keep; None: all.
+
+        Raises:
+            ValueError: `num_tokens` is negative.
         """
+        if num_tokens is not None:
+            check_int("num_tokens", num_tokens, 0, math.inf, "say how many of the generated tokens to keep")
         if self.in_step:
             self._cancelled.append((handle, num_tokens))
         elif handle in self.waiting:

@@ -20,6 +20,7 @@ from lp.engine.inputs import (
     Prompt,
     check_model,
     check_sampling,
+    check_seed,
     eos_ids,
     listed_criteria,
     listed_processors,
@@ -41,7 +42,7 @@ from lp.models.vocabulary import embedded_tokens
 from lp.parallel.agreement import shared_seed
 from lp.parallel.context import ParallelContext
 from lp.sampling.generation_config import AUTO, NONE, CheckpointDefaults
-from lp.sampling.grammar import Grammar, GrammarProcessor
+from lp.sampling.grammar import Cursor, Grammar, GrammarProcessor
 from lp.sampling.params import SamplingParams
 from lp.sampling.sampler import build_sampler
 from lp.sampling.score_recorder import RecordingSampler
@@ -146,7 +147,7 @@ class Decoder:
                 "none" ignores the file. None: the decoder's default, `follows`.
             seed: seed for sampling if `sampling` has none; None: rank 0 draws one for all ranks.
             continued: number of tokens at the end of the prompt that an earlier call generated for this same text, so
-                that they count as generated.
+                that they count as generated. A grammar has to allow them.
             owner: name of the text's owner, of ASCII letters, digits, "_" and "-". What is kept of a text (a session's
                 n-gram pool, a history, an engine's prefixes) is used only for later texts of the same owner. None:
                 nothing is kept of this text, and it uses nothing that is kept.
@@ -156,7 +157,7 @@ class Decoder:
                 adapters share an engine's steps. None: the adapters that are active on the model.
             inputs: other outputs of a processor, by name, such as `pixel_values`:
                 `generate(**processor(text=..., images=..., return_tensors="pt"))`. The model's own code computes the
-                images, in one forward pass.
+                images, in one forward pass. Token types and masks are those of the prompt without `continued` tokens.
 
         Returns:
             The generated tokens, why they ended, and what each step took.
@@ -262,22 +263,23 @@ class Decoder:
             listed_criteria(stopping_criteria),
             self.model.device,
         )
-        images = self._images(prompt, inputs)
+        continued = check_int("continued", continued, 0, len(prompt) - 1, "a text continues a prompt")
+        asked_tokens = len(prompt) - continued
+        images = self._images(prompt[:asked_tokens], inputs)
         if adapter is not None:
             self._check_adapter(adapter, images)
         processors = listed_processors(logits_processor)
         checkpoint = self.checkpoint(generation_config)
-        continued = check_int("continued", continued, 0, len(prompt) - 1, "a text continues a prompt")
         if grammar is not None:
-            self._check_grammar(grammar, stopping.eos)
-            processors.append(GrammarProcessor(grammar, sorted(stopping.eos), len(padding) + len(prompt)))
+            self._check_grammar(grammar, stopping.eos, prompt[asked_tokens:])
+            processors.append(GrammarProcessor(grammar, sorted(stopping.eos), len(padding) + asked_tokens))
         if checkpoint.said(sampling):
             sampling, processors = checkpoint.applied(
                 sampling,
                 processors,
                 model_config=self.model.config,
                 padding=len(padding),
-                length=len(padding) + len(prompt) - continued,
+                length=len(padding) + asked_tokens,
                 max_length=len(padding) + len(prompt) + max_new_tokens,
                 eos=stopping.eos,
                 device=self.model.device,
@@ -428,8 +430,8 @@ class Decoder:
                     f"adapter={adapter!r} does not go with {what}: leave it out, and set it active on the model"
                 )
 
-    def _check_grammar(self, grammar: object, eos: Collection[int]) -> None:
-        """Refuse an object that is no grammar, and a grammar without an EOS of the model that can end its text."""
+    def _check_grammar(self, grammar: Any, eos: Collection[int], continued: Sequence[int]) -> None:
+        """Refuse a grammar without a matcher or without an EOS of the model, and one that forbids continued tokens."""
         if not hasattr(grammar, "matcher"):
             raise UserError(f"grammar is {grammar!r}; give one that lp.GrammarCompiler made, or None")
         if not eos:
@@ -441,6 +443,13 @@ class Decoder:
                     f"eos_token_id has {token}, which ends no text with a grammar; the model has the tokens "
                     f"0..{vocabulary - 1}"
                 )
+        cursor = Cursor(grammar.matcher(sorted(eos)))
+        if not cursor.go_to(continued):
+            at = len(cursor.text)
+            raise UserError(
+                f"continued is {len(continued)}, and the grammar forbids the token {continued[at]} at place {at} of "
+                "these; give the tokens that were generated under it"
+            )
 
     def checkpoint(self, generation_config: str | None = None) -> CheckpointDefaults:
         """Read the sampling settings from the checkpoint's generation_config.json, which `generate` applies.
@@ -468,6 +477,7 @@ class Decoder:
 
         It is a collective call, so ranks whose texts need no seed make it too.
         """
+        check_seed(seed)
         if sampling is not None and sampling.seed is None and seed is not None:
             sampling = replace(sampling, seed=seed)
         wanted = sampling is not None and sampling.seed is None and not sampling.greedy

@@ -206,6 +206,10 @@ class Engine:
         Args:
             handle: handle of the request.
             num_tokens: how many of the generated tokens to keep, in the output and in the history file; None: all.
+                Among ranks, where only rank 0 asks stopping criteria, all may be some more than it has streamed.
+
+        Raises:
+            ValueError: `num_tokens` is negative.
         """
         if not self._closed:
             self._core.cancel(handle, num_tokens)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers import LogitsProcessor, PreTrainedModel, StoppingCriteria
 
-from lp.checks import as_int, check_callables, check_kind, flat_list
+from lp.checks import as_int, check_callables, check_int, check_kind, flat_list
 from lp.errors import UserError
 from lp.models.loader import context_limit
 from lp.models.vocabulary import embedded_tokens
@@ -90,6 +90,12 @@ def eos_ids(model: PreTrainedModel, eos_token_id: Eos | None) -> frozenset[int]:
             raise UserError(f"eos_token_id has {value!r}; give one token id or several, or () for none")
         ids.add(token)
     return frozenset(ids)
+
+
+def check_seed(seed: int | None) -> None:
+    """Refuse a seed of a `generate` call that is neither None nor an integer in [0, 2**63)."""
+    if seed is not None:
+        check_int("seed", seed, 0, 2**63 - 1, "leave it out to draw one")
 
 
 def check_sampling(sampling: object) -> None:

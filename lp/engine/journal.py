@@ -34,7 +34,7 @@ from lp.digest import text_digest
 from lp.engine.batch import OnBatchTokens, calls_of_batch, generate_together
 from lp.engine.decoder import Decoder
 from lp.engine.engine import MAX_SEQUENCES
-from lp.engine.inputs import Prompt, check_sampling, eos_ids, listed_criteria, listed_processors, prompt_ids
+from lp.engine.inputs import Prompt, check_sampling, check_seed, eos_ids, listed_criteria, listed_processors, prompt_ids
 from lp.engine.interrupts import Interrupted
 from lp.engine.output import GenerationOutput
 from lp.engine.request import OnTokens
@@ -227,6 +227,7 @@ class Journal:
         """
         sampling: SamplingParams | None = call["sampling"]
         check_sampling(sampling)
+        check_seed(call.get("seed"))
         on_tokens: OnTokens | None = call.get("on_tokens")
         check_callback("on_tokens", on_tokens, "a function of (new tokens, step), or None")
         if call.get("grammar") is not None:

@@ -16,7 +16,7 @@ from lp.budget.explain import describe_budget, describe_steps
 from lp.budget.policy import AdaptiveBudget, Budget, FixedBudget
 from lp.budget.step_times import StepTimes
 from lp.compile_cache import complete_in_background
-from lp.config import Capture, Exact, KVDtype, LookaheadConfig
+from lp.config import Exact, KVDtype, LookaheadConfig
 from lp.digest import chain_digest, text_digest
 from lp.draft.grammar_drafts import GrammarDrafts
 from lp.draft.prediction import Prediction
@@ -94,9 +94,7 @@ class LookaheadDecoder(BatchDecoder):
         self.settings: DraftConfig = LookaheadConfig() if config is None else config
         self.factory = source_of(self.settings).factory(self.settings)
         self.corpora = self.factory.corpora
-        if capture not in list(Capture):
-            raise UserError(f"capture is {capture!r}; it must be one of {[str(choice) for choice in Capture]}")
-        self.runner = runner_for(model, attention, Capture(capture), exact, kv_dtype)
+        self.runner = runner_for(model, attention, capture, exact, kv_dtype)
         self.config = self._within_widths(self.settings.shape())
         complete_in_background()
         self.merges_late = self.runner.beside_host
@@ -265,7 +263,7 @@ class LookaheadDecoder(BatchDecoder):
             source = Prediction(source, request.prediction, len(request.prompt))
         if request.grammar is not None:
             cursor = Cursor(request.grammar.matcher(sorted(request.stopping.eos)))
-            source = GrammarDrafts(source, cursor, len(request.prompt))
+            source = GrammarDrafts(source, cursor, len(request.prompt) - request.continued)
         return Beginning(source, budget)
 
     def generation(self, request: Request, beginning: Beginning, cache: StaticKVCache, timer: StepTimer) -> Generation:

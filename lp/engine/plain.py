@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from transformers import PreTrainedModel
 
 from lp.budget.policy import FixedBudget
-from lp.config import Capture, Exact, KVDtype, LookaheadConfig
+from lp.config import Exact, KVDtype, LookaheadConfig
 from lp.draft.source import DraftSource, TokenPrice
 from lp.draft.tree import DraftTree
 from lp.draft.window import WindowDrafts
@@ -56,7 +56,7 @@ class PlainDecoder(BatchDecoder):
         kv_dtype: str = KVDtype.AUTO,
     ) -> None:
         super().__init__(model, context)
-        self.runner = runner_for(model, attention, Capture(capture), exact, kv_dtype)
+        self.runner = runner_for(model, attention, capture, exact, kv_dtype)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: one token a step, attention {self.attention}>"

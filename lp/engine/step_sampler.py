@@ -186,10 +186,10 @@ class StepSequence(NamedTuple):
         layout: the nodes of the sequence's draft tree, as they are laid out in the step.
         header: first int64s of the sequence's message.
         text: token ids of the sequence: prompt and generated tokens.
-        first_row: row in the step's logits for `c`, the sequence's newest token; its other sampled nodes follow. Read by
-            captured steps only.
-        first_token: index of the sequence's first token among the tokens of the forward pass. Read by captured steps
-            only.
+        first_row: row in the step's logits for `c`, the sequence's newest token; its other sampled nodes follow. Only
+            captured steps read it.
+        first_token: index of the sequence's first token among the tokens of the forward pass. Only captured steps
+            read it.
     """
 
     step_sampler: StepSampler
@@ -275,6 +275,7 @@ def _counts(sequences: Sequence[StepSequence], device: torch.device) -> tuple[to
         columns = torch.cat([*had, *tokens]).unique()  # ascending
         vocabulary = len(rows[0])
         columns = columns[columns < vocabulary]
+        columns = columns if len(columns) else columns.new_zeros(1)  # where all tokens are ones that no head scores
         rows = [row[columns] for row in rows]
         tokens = [torch.searchsorted(columns, own).masked_fill(own >= vocabulary, len(columns)) for own in tokens]
     counts = []

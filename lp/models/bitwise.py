@@ -35,7 +35,7 @@ REMEDY = "choose exact=tokens"
 
 
 def runner_for(
-    model: PreTrainedModel, attention: str, capture: Capture, exact: str, kv_dtype: str = KVDtype.AUTO
+    model: PreTrainedModel, attention: str, capture: str, exact: str, kv_dtype: str = KVDtype.AUTO
 ) -> ModelRunner:
     """Get the model's runner for a decoder's settings, among them `exact="bitwise"`; equal settings share one runner.
 
@@ -53,6 +53,9 @@ def runner_for(
     """
     if exact not in list(Exact):
         raise UserError(f"exact is {exact!r}; it must be one of {', '.join(Exact)}")
+    if capture not in list(Capture):
+        raise UserError(f"capture is {capture!r}; it must be one of {', '.join(Capture)}")
+    capture = Capture(capture)
     if exact != Exact.BITWISE:
         return runner_of(model, attention, capture, kv_dtype=KVDtype.of(kv_dtype))
     if obstacle := _obstacle(model, attention, capture):

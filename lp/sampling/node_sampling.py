@@ -162,7 +162,7 @@ def _numbers_of(processor: LogitsProcessor, padding: int) -> dict[str, float] | 
     if type(processor) is tf.TemperatureLogitsWarper:
         return {"temperature": processor.temperature}
     if type(processor) is tf.TopKLogitsWarper:
-        return {"top_k": processor.top_k}
+        return {"top_k": min(processor.top_k, 1 << 31)}  # more than any vocabulary: 2**64 is no tensor's number
     if type(processor) is tf.TopPLogitsWarper:
         return {"one_minus_top_p": 1 - processor.top_p}
     if type(processor) is tf.MinPLogitsWarper:

@@ -53,6 +53,8 @@ def decoder(model: tf.PreTrainedModel) -> lp.LookaheadDecoder:
         ({"stop_strings": "x", "tokenizer": "demo"}, "tokenizer is 'demo'; give the model's"),
         ({"grammar": ToyGrammar(0, 5), "eos_token_id": [3, 10**6]}, "eos_token_id has 1000000, which ends no text"),
         ({"grammar": ToyGrammar(0, 5), "eos_token_id": -1}, "eos_token_id has -1, which ends no text"),
+        ({"seed": -5}, r"seed is -5; it must be an integer in \[0, "),
+        ({"seed": 2**63, "sampling": lp.SamplingParams(seed=1)}, "seed is 9223372036854775808; it must be"),
     ],
 )
 @pytest.mark.parametrize("call", ["generate", "generate_batch", "plain", "journal"])
@@ -83,12 +85,45 @@ def test_none_is_no_processor_and_no_criterion(decoder: lp.LookaheadDecoder, tmp
     assert journal.generate(decoder, IDS, 8, **none).tokens == tokens
 
 
+def test_what_is_kept_of_a_cancelled_text(decoder: lp.LookaheadDecoder) -> None:
+    """-2 took the last two tokens away."""
+    with lp.Engine(decoder) as engine:
+        handle = engine.submit(IDS, 8, eos_token_id=())
+        engine.step()
+        with pytest.raises(UserError, match="num_tokens is -2; it must be an integer >= 0"):
+            engine.cancel(handle, -2)
+        engine.run()
+    assert len(handle.result().tokens) == 8
+
+
+def test_a_top_k_beyond_any_vocabulary(decoder: lp.LookaheadDecoder) -> None:
+    """2**64 was no number for a tensor."""
+    texts = [decoder.generate(IDS, 8, lp.SamplingParams(seed=1, top_k=top_k)).tokens for top_k in (0, 61, 2**64)]
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_a_penalty_on_tokens_that_no_head_scores() -> None:
+    """A prompt of these alone left no column of counts, and index -1."""
+    model = tiny_model()
+    wide = torch.nn.Embedding(70, model.get_input_embeddings().embedding_dim, dtype=model.dtype)
+    model.set_input_embeddings(wide)
+    sampling = lp.SamplingParams(temperature=0.0, repetition_penalty=1.3)
+    for ids in ([65], [69, 65], [1, 65]):
+        expected = lp.AutoregressiveDecoder(model).generate(ids, 8, sampling).tokens
+        assert lp.LookaheadDecoder(model, FIXED).generate(ids, 8, sampling).tokens == expected
+
+
+def test_how_plain_steps_are_launched(model: tf.PreTrainedModel) -> None:
+    with pytest.raises(UserError, match="capture is 'x'; it must be one of auto, "):
+        lp.PlainDecoder(model, capture="x")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"step_times": 5}, "step_times is 5; give StepTimes"),
         ({"step_times": 5, "config": FIXED}, "step_times is 5; give StepTimes"),
-        ({"capture": "x"}, r"capture is 'x'; it must be one of \['auto'"),
+        ({"capture": "x"}, "capture is 'x'; it must be one of auto, "),
         ({"context": 5}, "context is 5; give lp.ParallelContext"),
     ],
 )

@@ -10,7 +10,7 @@ from lp.models.loader import DEMO_MODEL
 
 lm_eval = pytest.importorskip("lm_eval", reason="the package lm_eval is not installed; pip install 'lm_eval[api]'")
 
-from launch.batch.lm_eval import answered  # noqa: E402
+from launch.batch.lm_eval import BatchModel, answered  # noqa: E402
 from lp.errors import UserError  # noqa: E402
 from tests.launch.serve.test_lm_eval import check_equal, evaluate, tasks  # noqa: E402, F401  (a fixture)
 
@@ -20,6 +20,14 @@ def test_lm_eval_measures_what_it_measures_of_the_model(tasks: list[Any]) -> Non
     through = evaluate("lp-batch", {"pretrained": str(DEMO_MODEL), "device": "cpu", "max_sequences": 4}, tasks)
     own = evaluate("hf", {"pretrained": str(DEMO_MODEL), "dtype": "float32", "device": "cpu"}, tasks)
     check_equal(through, own)
+
+
+def test_a_gpu_that_nobody_has_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """lm_eval's command says cuda:0 where no device is given: a machine without a GPU could not run the recipe."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for device, asked in (("cuda:0", False), (None, False), ("cpu", True)):
+        model = BatchModel(str(DEMO_MODEL), device=device)
+        assert any(each.startswith("model.device=") for each in model._overrides) == asked
 
 
 def test_a_refused_request_says_why() -> None:

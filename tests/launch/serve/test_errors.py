@@ -452,11 +452,24 @@ def test_the_api_key(small_server: Running) -> None:
     for header in ({}, {"Authorization": "Bearer other"}, {"Authorization": "s3cret"}):
         answer = http.get("/v1/models", headers=header)
         assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
-    assert http.get("/v1/models", headers={"Authorization": "Bearer s3cret"}).status_code == 200
+        assert answer.headers["WWW-Authenticate"] == "Bearer"
+    for scheme in ("Bearer", "bearer"):  # RFC 9110: in any case
+        assert http.get("/v1/models", headers={"Authorization": f"{scheme} s3cret"}).status_code == 200
+    assert http.get("/v1/models", headers={"Authorization": "Basic s3cret"}).status_code == 401
     for path in ("/health", "/ready", "/", "/metrics"):  # probes and scrapers have no key
         assert http.get(path).status_code == 200, path
     for path in ("/props", "/models", "/v1/models/demo", "/v1/health", "/metrics/"):
         assert http.get(path, follow_redirects=False).status_code == 401, path
+
+
+def test_head_is_get_without_a_body(small_server: Running) -> None:
+    """Load balancers and monitors of uptime ask by HEAD."""
+    http = small_server.http()
+    for path in ("/health", "/ready", "/"):
+        answer = http.head(path)
+        assert (answer.status_code, answer.content) == (200, b""), path
+        assert answer.headers["content-length"] == http.get(path).headers["content-length"]
+    assert http.head(COMPLETE).status_code == http.get(COMPLETE).status_code
 
 
 def test_what_the_api_key_covers_is_the_servers_choice() -> None:
