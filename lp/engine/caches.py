@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
 from lp.engine.prefixes import CachedText, Prefixes
 from lp.engine.request import Request
@@ -51,7 +52,7 @@ class TextCaches:
         self._reuse_prefixes = reuse_prefixes
         self._prefixes = Prefixes(pool.give_back)
         self._borrowed: _Borrowed | None = None
-        self._model_state = model_state(runner.model) if self.reuses else None
+        self._kv_made_by = self._makes_kv() if self.reuses else None
 
     @property
     def reuses(self) -> bool:
@@ -62,13 +63,17 @@ class TextCaches:
         """Before a sequence begins, note changes to the model, such as another active adapter or other weights.
 
         Returns:
-            Whether kept prefixes must not be reused, because the model has changed since their KV was computed.
+            Whether kept prefixes must not be reused, because the model, or under `exact="bitwise"` the number of
+            threads, has changed since their KV was computed.
         """
         self.runner.follow()
-        if not self.reuses or (state := model_state(self.runner.model)) == self._model_state:
+        if not self.reuses or (made_by := self._makes_kv()) == self._kv_made_by:
             return False
-        self._model_state = state  # of another adapter, or other weights
+        self._kv_made_by = made_by
         return True
+
+    def _makes_kv(self) -> tuple[Any, ...]:
+        return model_state(self.runner.model), self.runner.asked_threads
 
     def clear_prefixes(self) -> None:
         """Free the caches of all sequences that have ended, so that no later prompt reuses their KV."""

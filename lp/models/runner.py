@@ -139,6 +139,7 @@ class ModelRunner:
         captured: runs captured steps; None: steps are not captured.
         widths: numbers of tokens that passes are padded to, ascending, for equal bits (`lp.models.bitwise`); empty:
             passes are not padded.
+        asked_threads: torch's number of threads when `widths` were found; 0: none were asked for.
         step_times: measured step times, which decoders share, by all that they depend on (`lp.engine.step_timing`).
         exact: False for a quantised model whose kernels let tokens of a step change each other's results; a warning
             says so.
@@ -172,7 +173,7 @@ class ModelRunner:
         self._lock = threading.Lock()
         self.widths: tuple[int, ...] = ()
         self._ask_widths: Callable[[ModelRunner], tuple[int, ...]] | None = None
-        self._asked_threads = 0  # torch's threads when widths were found
+        self.asked_threads = 0  # torch's threads when widths were found
         self.step_times: dict[str, Any] = {}
         self._known: dict[StatesKind, int] = {}  # see StaticKVCache
         self._knows_all = False  # a whole pass has run
@@ -315,7 +316,7 @@ class ModelRunner:
             ValueError: the config has become one for which tree-shaped steps can't be exact.
         """
         check_supported(self.original.config)
-        changed = self._follow_weights() or torch.get_num_threads() != self._asked_threads
+        changed = self._follow_weights() or torch.get_num_threads() != self.asked_threads
         if self._ask_widths and replica_of(self.model).any_rank([changed], self.device)[0]:
             self._find_widths()
 
@@ -334,9 +335,9 @@ class ModelRunner:
 
     def _find_widths(self) -> None:
         if self._ask_widths:
-            self._asked_threads = 0  # where asking fails, the next text asks again
+            self.asked_threads = 0  # where asking fails, the next text asks again
             self.widths = self._ask_widths(self)
-            self._asked_threads = torch.get_num_threads()
+            self.asked_threads = torch.get_num_threads()
             if self.captured:
                 self.captured.buckets = self.widths
 

@@ -215,6 +215,19 @@ def test_its_attention_has_the_limit_in_the_usual_mode_too() -> None:
         key_places(view_of([-1, 0, 1, 1], [0, 120, 121, 121], 0))
 
 
+def test_kv_of_another_number_of_threads_is_not_reused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mode's widths hold for the threads that they were found with, and so does KV."""
+    ids = drawn_text(random.Random(1), 40)
+    with lp.Engine(lp.LookaheadDecoder(tiny_model("llama"), CONFIGS[0], exact="bitwise")) as engine:
+        reused = []
+        for threads in (1, 1, 2, 2):
+            monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+            handle = engine.submit(ids, 4, eos_token_id=())
+            engine.run()
+            reused.append(handle.result().reused > 0)
+    assert reused == [False, True, False, True]
+
+
 def test_a_model_that_is_cast_afterwards() -> None:
     """The first pass of other weights finds out what its KV is like, and is padded too."""
     model = tiny_model("llama", dtype=torch.float32)

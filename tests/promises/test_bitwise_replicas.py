@@ -127,7 +127,7 @@ def test_all_ranks_ask_again_where_one_must(monkeypatch: pytest.MonkeyPatch) -> 
         decoder = lp.PlainDecoder(divide(copy.deepcopy(model), context.replica), context, exact="bitwise")
         decoder.generate([1, 2, 3], 4)
         if context.rank == 1:
-            decoder.runner._asked_threads = 0  # as if it had other threads since
+            decoder.runner.asked_threads = 0  # as if it had other threads since
         decoder.generate([1, 2, 3], 4)
 
     run_lockstep(2, body, tp=2)
