@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
 from typing import Any
 
@@ -15,7 +16,12 @@ from .methods import bare_name
 
 
 def settings_of(
-    config: BenchmarkConfig, methods: list[str], sampling: lp.SamplingParams | None, ranks: int, parameters: int
+    config: BenchmarkConfig,
+    methods: list[str],
+    sampling: lp.SamplingParams | None,
+    ranks: int,
+    parameters: int,
+    context: lp.ParallelContext | None = None,
 ) -> dict[str, Any]:
     """All settings on which a measurement depends, except prompt and machine; the record file's name has their digest.
 
@@ -25,6 +31,8 @@ def settings_of(
         sampling: how texts are sampled, with a known seed; None is greedy.
         ranks: world size.
         parameters: number of parameters that the model has.
+        context: this rank's context, which has chosen a device and a backend; None where no rank runs yet, which takes
+            those that this machine will choose.
 
     Returns:
         Values that JSON can hold, by name. "G" is the guess set size, or a dict by method if methods have different
@@ -49,6 +57,7 @@ def settings_of(
         "capture": config.attention.capture,
     }
     settings |= {"task": config.task.name, "chat": config.task.chat, "W": config.W, "N": config.N, "G": guess_set_size}
+    settings |= _place(config, ranks, context)
     settings |= {"decoder": decoder, "methods": methods, "draft": config.draft, "ranks": ranks}
     settings |= {"sampling": asdict(sampling) if sampling else None, "max_new_tokens": config.max_new_tokens}
     settings |= {"stop_strings": config.stop_strings, "repeats": config.repeats, "quality": config.quality}
@@ -68,3 +77,17 @@ def settings_of(
     if has_pool(map(bare_name, methods)):
         settings |= {name: value for name, value in beside.items() if value}
     return settings | {"threads": torch.get_num_threads()}
+
+
+def _place(config: BenchmarkConfig, ranks: int, context: lp.ParallelContext | None) -> dict[str, str]:
+    """The type of device on which ranks compute, and where there are several, the backend of their collectives."""
+    if context:
+        device, backend = context.device.type, context.backend
+    else:
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        asked, backend = config.model.device, config.parallel.backend
+        device = ("cuda" if gpus else "cpu") if asked == "auto" else asked.partition(":")[0]
+        if backend == "auto":
+            has_own = device == "cuda" and ranks <= gpus * int(os.environ.get("NNODES", "1"))
+            backend = "nccl" if has_own else "gloo"
+    return {"device": device} | ({"backend": backend} if ranks > 1 else {})

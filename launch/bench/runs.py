@@ -241,8 +241,15 @@ def open_bench(config: BenchmarkConfig, models: ModelCache) -> Bench:
     check_sessions(config, methods)
     check_kv_dtype(config, methods)
     context, loaded = models.open(config)
+    asked = config.parallel.backend
+    if context.world_size > 1 and asked not in ("auto", context.backend):  # an earlier job of a sweep chose
+        raise UserError(
+            f"parallel.backend is {asked!r}, but the ranks have met with {context.backend!r}, which all jobs of a "
+            "sweep share; start a run for each backend"
+        )
     sampling = seeded(sampling, context)
-    settings = settings_of(config, methods, sampling, context.world_size, loaded.model.num_parameters())
+    parameters = loaded.model.num_parameters()
+    settings = settings_of(config, methods, sampling, context.world_size, parameters, context)
     decoders: dict[str, Decoder] = {}
     for name in methods:
         own_context = context if shares_steps(name) else context.replica_alone()

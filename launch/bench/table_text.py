@@ -9,7 +9,7 @@ from .machine import remarks
 from .records import digest
 from .totals import DECODER, Total
 
-HIDDEN = ("methods", "chat", "parameters")  # settings that tables leave out: long, or implied by others
+HIDDEN = ("methods", "chat", "parameters", "backend")  # settings that tables leave out: long, or implied by others
 
 
 def varying(found: Sequence[Total]) -> list[str]:
@@ -192,7 +192,7 @@ def caption(found: Sequence[Total]) -> str:
     Args:
         found: totals, one for each line.
     """
-    hidden = ("methods", "gguf", "quality", "attention", "capture", "repeats", "chat", "parameters")
+    hidden = ("methods", "device", "gguf", "quality", "attention", "capture", "repeats", "chat", "parameters")
     shared = {key: value for key, value in common(found).items() if key not in hidden and not key.startswith(DECODER)}
     if isinstance(size := common(found).get("parameters"), int):
         shared["model"] = f"{shared['model']} ({size / 1e6:.1f} M parameters)"

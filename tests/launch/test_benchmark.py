@@ -25,7 +25,7 @@ from launch.bench.baselines import BASELINES, BaselineOptions, register_baseline
 from launch.bench.record_settings import settings_of
 from launch.bench.records import load_records
 from launch.bench.runs import ModelCache, open_bench
-from launch.bench.table_text import caption
+from launch.bench.table_text import caption, shown, table_of
 from launch.bench.totals import totals
 from launch.benchmark import benchmark
 from launch.config.builders import draft_configs
@@ -148,6 +148,62 @@ def test_records_of_other_pools_are_others(start_app: Callable[..., Ran]) -> Non
     assert start_app(configs.append, "benchmark", "decoder=lookahead", "pool.mib=64").code == 0
     found = settings_of(configs[-1], ["lookahead", "lookahead_auto"], None, 1, 1)
     assert "pool" not in found and found["decoder"]["pool_mib"] == 64, "the chosen decoder's settings name it"
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with two GPUs, for what only counts them."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+
+
+def test_records_of_another_device_or_backend_are_others(start_app: Callable[..., Ran], gpus: None) -> None:
+    """A sweep over them kept the first job's records as those of the second: figures of a CPU under a GPU's name."""
+    configs: list[BenchmarkConfig] = []
+    for asked in ([], ["model.device=cpu"], ["model.device=cuda:1", "parallel.backend=gloo"]):
+        assert start_app(configs.append, "benchmark", *asked).code == 0
+    found = [[settings_of(config, ["plain"], None, ranks, 1) for config in configs] for ranks in (1, 2, 3)]
+    assert [[(each["device"], each.get("backend")) for each in of_ranks] for of_ranks in found] == [
+        [("cuda", None), ("cpu", None), ("cuda", None)],
+        [("cuda", "nccl"), ("cpu", "gloo"), ("cuda", "gloo")],
+        [("cuda", "gloo"), ("cpu", "gloo"), ("cuda", "gloo")],
+    ]
+    context = ParallelContext(0, 2, 0, torch.device("cpu"), "gloo")
+    run = settings_of(configs[0], ["plain"], None, 2, 1, context)
+    assert (run["device"], run["backend"]) == ("cpu", "gloo"), "what the ranks chose, whatever the config asks for"
+
+
+def test_a_backend_that_an_earlier_job_chose(start_app: Callable[..., Ran], tiny_folder: Path, tmp_path: Path) -> None:
+    """The jobs of a sweep share a group of processes: the second backend's figures were those of the first one."""
+    configs: list[BenchmarkConfig] = []
+    asked = [*SMALL, f"model.name={tiny_folder}", f"out={tmp_path}", "methods=[plain]", "parallel.backend=nccl"]
+    start_app(configs.append, "benchmark", *asked)
+    given = ParallelContext(0, 2, 0, torch.device("cpu"), "gloo"), load(str(tiny_folder), "float64")
+
+    class LoadedModel(ModelCache):
+        def open(self, config: BenchmarkConfig) -> tuple[ParallelContext, Loaded]:
+            return given
+
+    with pytest.raises(lp.UserError, match="parallel.backend is 'nccl', but the ranks have met with 'gloo'"):
+        open_bench(configs[0], LoadedModel())
+
+
+def test_tables_show_device_and_backend_where_lines_need_them(bench: Callable[..., Ran], tmp_path: Path) -> None:
+    """A sweep over ranks had a column of backends, "null" and "gloo"; old records, which have neither, have no column."""
+    assert bench("limit=1", "methods=[plain]").code == 0
+    record = load_records(tmp_path / "out")[0]
+    assert record["settings"]["device"] == "cpu" and "backend" not in record["settings"]
+
+    def columns(*places: dict[str, Any]) -> list[str]:
+        return shown(totals([record | {"settings": record["settings"] | place} for place in places]))
+
+    assert columns({"ranks": 1}, {"ranks": 2, "backend": "gloo"}) == ["ranks"]
+    assert columns({"backend": "gloo"}, {"backend": "nccl"}) == ["backend"]
+    assert columns({"device": "cpu"}, {"device": "cuda"}) == ["device"]
+    old = record | {"settings": {key: value for key, value in record["settings"].items() if key != "device"}}
+    assert table_of(totals([old]))[0] == table_of(totals([record]))[0] and caption(totals([old]))
+    assert shown(totals([old, record])) == ["device"], "lines that would look alike"
+    assert "device" not in caption(totals([record])), "the hardware says it"
 
 
 def test_records_hold_what_was_measured_and_on_what(bench: Callable[..., Ran], tmp_path: Path) -> None:
