@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import functools
 import json
+import shlex
 import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from lp.engine.interrupts import sigterm_raises
 from lp.engine.output import GenerationOutput
 from lp.errors import UserError
 
@@ -26,7 +28,6 @@ from .bench.totals import totals
 from .cli import start
 from .config.schema import BenchmarkConfig, Output
 from .data.prompts import Prompt
-from .running.errors import INTERRUPTED
 from .running.once import on_rank_0
 from .running.session import WARM_UP_TOKENS, on_main
 
@@ -43,23 +44,28 @@ def benchmark(config: BenchmarkConfig, models: ModelCache | None = None) -> floa
         Tokens/s of the first method, which a sweeper may maximise; None on ranks other than 0.
 
     Raises:
-        SystemExit: code 130 after Ctrl-C; the records of all finished prompts are on the disk and in the printed table.
+        KeyboardInterrupt: Ctrl-C or SIGTERM came; the records of all finished prompts are on the disk and in the
+            printed table.
         ValueError: a value of the config is wrong, or the model cannot be loaded; the message names the remedy.
     """
     bench = open_bench(config, models or _shared_model())
     file = on_main(bench.context, partial(RecordFile, bench.path, list(bench.runs)))
+    todo: list[tuple[int, Prompt]] = []
     interrupted = False
     try:
-        _measure_all(bench, file)
+        with sigterm_raises():
+            todo += _todo(bench, bench.of_rank_0(file.done if file else None))
+            _measure_all(bench, file, todo)
     except KeyboardInterrupt:
         interrupted = True
+        raise
     finally:
-        best = _show(bench, file) if file and file.records else None
+        best = _show(bench, file, interrupted) if file and file.records else None
         if file:
             file.close()
-    if interrupted:
-        bench.context.close()
-        raise SystemExit(INTERRUPTED)
+        if interrupted:
+            _say_interrupted(bench, file, todo)
+            bench.context.close()
     return best
 
 
@@ -69,8 +75,7 @@ def _shared_model() -> ModelCache:
     return ModelCache()
 
 
-def _measure_all(bench: Bench, file: RecordFile | None) -> None:
-    todo = _todo(bench, bench.of_rank_0(file.done if file else None))
+def _measure_all(bench: Bench, file: RecordFile | None, todo: list[tuple[int, Prompt]]) -> None:
     if todo:
         warm_up(_runs(bench, todo[0][1], WARM_UP_TOKENS))
     if file and file.records:
@@ -107,6 +112,15 @@ def _todo(bench: Bench, done: dict[str, str]) -> list[tuple[int, Prompt]]:
     return [(index, prompt) for index, prompt in bench.fitting() if str(index) not in done]
 
 
+def _say_interrupted(bench: Bench, file: RecordFile | None, todo: list[tuple[int, Prompt]]) -> None:
+    """Tell the user how many prompts have records, and how to measure the rest; rank 0 alone, which has the file."""
+    if file:
+        prompts = {*file.done, *(index for index, _ in todo)}
+        out = "" if bench.config.out else f" with out={shlex.quote(str(file.path.parent))}"
+        said = f"interrupted: {len(file.done)} of {len(prompts)} prompts; the same command{out} measures the rest"
+        print(said, file=sys.stderr, flush=True)
+
+
 def _runs(bench: Bench, prompt: Prompt, tokens: int) -> dict[str, Callable[[], GenerationOutput]]:
     ids = bench.encode(prompt)
     return {name: partial(once, ids, tokens) for name, once in bench.runs.items()}
@@ -119,12 +133,13 @@ def _measure(bench: Bench, prompt: Prompt) -> tuple[dict[str, Measured], dict[st
     return measured, {name: bench.shares(name, result) for name, result in measured.items()}
 
 
-def _show(bench: Bench, file: RecordFile) -> float:
+def _show(bench: Bench, file: RecordFile, interrupted: bool) -> float:
     """Print the table and the records' path, or with output=json a JSON object; return the first method's tokens/s."""
     found = totals(file.records)
     with on_rank_0(bench.context, sys.stdout) as out:
         if bench.config.output is Output.json:
-            print(json.dumps({**summary(found), "records": str(file.path)}, ensure_ascii=False), file=out, flush=True)
+            shown = {**summary(found), "records": str(file.path), "interrupted": interrupted}
+            print(json.dumps(shown, ensure_ascii=False), file=out, flush=True)
         else:
             print_totals(found, console_on(out, 160))
             print(f"records: {file.path}", file=out, flush=True)

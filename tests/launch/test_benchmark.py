@@ -184,12 +184,12 @@ def test_a_backend_that_an_earlier_job_chose(start_app: Callable[..., Ran], tiny
         def open(self, config: BenchmarkConfig) -> tuple[ParallelContext, Loaded]:
             return given
 
-    with pytest.raises(lp.UserError, match="parallel.backend is 'nccl', but the ranks have met with 'gloo'"):
+    with pytest.raises(lp.UserError, match=r"parallel\.backend is 'nccl', but the ranks have met with 'gloo'"):
         open_bench(configs[0], LoadedModel())
 
 
 def test_tables_show_device_and_backend_where_lines_need_them(bench: Callable[..., Ran], tmp_path: Path) -> None:
-    """A sweep over ranks had a column of backends, "null" and "gloo"; old records, which have neither, have no column."""
+    """A sweep over ranks would have a column of backends, "null" and "gloo"; old records have neither setting."""
     assert bench("limit=1", "methods=[plain]").code == 0
     record = load_records(tmp_path / "out")[0]
     assert record["settings"]["device"] == "cpu" and "backend" not in record["settings"]
@@ -299,22 +299,34 @@ def test_killed_at_random_moments(bench: Callable[..., Ran], tmp_path: Path, tin
     assert _untimed(load_records(killed)) == _untimed(load_records(tmp_path / "out"))
 
 
-def test_ctrl_c_keeps_finished_prompts(
-    bench: Callable[..., Ran], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_an_interrupted_benchmark_keeps_finished_prompts(
+    bench: Callable[..., Ran], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, code: int
 ) -> None:
+    """Its table looked like that of all prompts, and a script that asked it to end by SIGTERM read a Ctrl-C."""
     import launch.benchmark as module
 
     measure, calls = module._measure, iter(range(2))
 
     def interrupted(*args: Any) -> Any:
         if next(calls, None) is None:
-            raise KeyboardInterrupt
+            signal.raise_signal(number)
         return measure(*args)
 
     monkeypatch.setattr(module, "_measure", interrupted)
     ran = bench("output=json")
-    assert ran.code == 130 and '"prompts": 2' in ran.out
+    found = json.loads(ran.out)
+    assert ran.code == code and found["methods"][0]["prompts"] == 2 and found["interrupted"] is True
+    assert ran.err.endswith("interrupted: 2 of 3 prompts; the same command measures the rest\n")
     assert len(load_records(tmp_path / "out")) == 6
+    calls = iter(())
+    ran = bench(f"hydra.run.dir={tmp_path / 'a run'}", "out=null", "limit=1")
+    assert ran.err.endswith(
+        f"interrupted: 0 of 1 prompts; the same command with out='{tmp_path}/a run' measures the rest\n"
+    )
+    calls = iter(range(9))
+    ran = bench("output=json")
+    assert ran.code == 0 and json.loads(ran.out)["interrupted"] is False and "interrupted:" not in ran.err
 
 
 def test_every_method_runs_beside_the_others(bench: Callable[..., Ran], tmp_path: Path, tiny_folder: Path) -> None:
