@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from .machine import remarks
+from .quality import ROUGE
 from .records import digest
 from .totals import DECODER, Total
 
@@ -131,6 +132,18 @@ def solved(total: Total) -> str:
     return of_all + (")" if plain is None else f", {total.passed - plain:+d})")
 
 
+def quality(total: Total, name: str, *keys: str) -> str:
+    """The cell of a quality figure's means over the prompts, as in "0.431" or "0.310/0.112/0.280"; "-" without any.
+
+    Args:
+        total: the line's totals.
+        name: the figure: "perplexity", "distinct" or "rouge".
+        keys: names of its parts, as in "rougeL"; none for a figure without parts.
+    """
+    means = [total.quality(name, key) for key in keys or (None,)]
+    return "-" if {*means} == {None} else "/".join("-" if mean is None else f"{mean:.3f}" for mean in means)
+
+
 def cells(total: Total, names: Sequence[str]) -> list[str]:
     """The cells of a line: the values of some settings, then the figures that every table has (HEADS).
 
@@ -158,6 +171,9 @@ MORE: dict[str, Callable[[Total], str]] = {
     "of rounds": lambda total: spread(total.speedups),
     "peak MiB": peak,
     "pass@1": solved,
+    "perplexity": lambda total: quality(total, "perplexity"),
+    "distinct-1/2/4": lambda total: quality(total, "distinct", "1", "2", "4"),  # n-grams: 1 is no repetition
+    "ROUGE-1/2/L": lambda total: quality(total, "rouge", *ROUGE),
 }
 HEADS = ("method", "prompts", "tokens", "S", "tokens a step", "tokens/s", "vs plain", "output")
 

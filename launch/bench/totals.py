@@ -16,6 +16,7 @@ from ..config.builders import ORACLE, PLAIN
 from ..config.schema import SHAPE_KEYS
 from .alternation import Measured
 from .compare import Difference
+from .quality import DISTINCT, ROUGE
 from .records import Record, digest
 
 DECODER = "decoder."  # begins the names of the decoder's own settings
@@ -213,6 +214,11 @@ class Total:
         values = [value for value in values if value is not None]
         return fmean(values) if values else None
 
+    def _parts(self, name: str, keys: Iterable[str]) -> dict[str, float]:
+        """The parts of a quality figure that the records have, as in "rougeL", each as a mean over the prompts."""
+        means = {key: self.quality(name, key) for key in keys}
+        return {key: mean for key, mean in means.items() if mean is not None}
+
     @property
     def passed(self) -> int | None:
         """How many prompts' texts solve their task; None where texts were not judged."""
@@ -227,6 +233,11 @@ class Total:
     def figures(self) -> dict[str, Any]:
         """All figures by name, for a line of JSON or CSV."""
         judged = {} if self.passed is None else {"passed": self.passed, "pass_at_1": self.pass_at_1}
+        quality = {
+            "perplexity": self.quality("perplexity"),
+            "distinct": self._parts("distinct", map(str, DISTINCT)),
+            "rouge": self._parts("rouge", ROUGE),
+        }
         return {
             "method": self.method,
             "prompts": self.prompts,
@@ -242,6 +253,7 @@ class Total:
             "differing": self.differing,
             "near_ties": None if self.differing is None else self.near_ties,
             **judged,
+            **{name: value for name, value in quality.items() if value},
         }
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from launch.bench.records import load_records
 from launch.bench.report import read_lines
 from launch.bench.scaling_lines import errors, scaling_table
-from launch.bench.table_text import caption, markdown, notes, ordered, short, table_of
+from launch.bench.table_text import caption, markdown, notes, ordered, table_of
 from launch.bench.totals import Total, totals
 from lp.errors import UserError
 
@@ -33,7 +33,6 @@ PAGE = ROOT / PLACES["results"]
 DATA = ROOT / "docs" / "experiments" / "results"
 # Folders; the others are of other tables. Those of a real model are measured with the one of LP_REAL_MODEL.
 MEASURED = ("real-greedy", "real-sampled", "greedy", "sampled", "sweep", "scaling-wide", "scaling-demo")
-QUALITY = ("method", "perplexity", "distinct-1", "distinct-2", "distinct-4", "texts that differ from plain decoding's")
 SWEEP = "NPROC=2 bash torchrun.sh launch.benchmark -m experiment=demo_sweep"
 
 INTRODUCTION = """# Results
@@ -56,25 +55,21 @@ def page() -> str:
     for folder, title, text in (
         ("real-greedy", "A real model, greedy", "All write the same text."),
         ("real-sampled", "A real model, sampled at T = 0.8", "The same noise for all of them, so again the same text."),
-        ("greedy", "The demo model, greedy", "All write the same text, of the same quality, below. It soon loops."),
+        (
+            "greedy",
+            "The demo model, greedy",
+            "All write the same text, of the same quality, in the last columns. It soon loops.",
+        ),
         ("sampled", "The demo model, sampled at T = 0.8", "The same noise for all of them, so again the same text."),
         ("sweep", "A sweep on two ranks", f"`{SWEEP}`"),
     ):
         found = ordered(totals(load_records(DATA / folder)))
         parts += [f"## {title}\n", f"{text}\n", _methods(found), "\n".join([caption(found), *notes(found)]) + "\n"]
-        if folder == "greedy":
-            parts.append(markdown(QUALITY, map(_quality, found)))
     return "\n".join([*parts, _scaling()])
 
 
 def _methods(found: list[Total]) -> str:
     return markdown(*table_of(found))
-
-
-def _quality(total: Total) -> list[str]:
-    figures = [total.quality("perplexity"), *(total.quality("distinct", n) for n in "124")]
-    differing = sum(record["quality"]["differs_at"] is not None for record in total.records)
-    return [total.method, *("-" if value is None else f"{value:.3f}" for value in figures), short(differing)]
 
 
 def _scaling() -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from launch.bench.alternation import Measured
 from launch.bench.compare import Difference
+from launch.bench.table_text import table_of
 from launch.bench.totals import Total
 from lp.engine.output import GenerationOutput, StepStats
 
@@ -44,3 +46,27 @@ def test_differences_are_those_of_the_method() -> None:
     found = [at, replace(at, method="prompt_lookup", near_tie=False)]
     totals = [Total.of_runs(name, [_measured(4, 1.0)], found) for name in ("lookahead", "prompt_lookup", "plain")]
     assert [(total.differing, total.near_ties) for total in totals] == [(1, 1), (1, 0), (0, 0)]
+
+
+def _record(perplexity: float, distinct_4: float | None, rouge: dict[str, float] | None) -> dict[str, Any]:
+    distinct = {"1": 0.25, "2": 0.5, "3": 0.75, "4": distinct_4}
+    record = {"method": "plain", "task": "t", "index": 0, "tokens": 4, "steps": 4, "decode_s": 1.0}
+    record |= {"settings": {"W": 4, "G": 4}, "hardware": "a machine", "versions": {"torch": "1"}}
+    return record | {"quality": {"perplexity": perplexity, "distinct": distinct, "rouge": rouge}}
+
+
+def test_quality_is_shown() -> None:
+    """quality=true took a forward pass for every text, and neither table nor JSON had a word of it."""
+    rouge = {"rouge1": 0.5, "rouge2": 0.25, "rougeL": 0.5}
+    total = Total.of_records([_record(2.0, None, rouge), _record(4.0, 1.0, None)])
+    figures = total.figures()
+    assert figures["perplexity"] == 3.0 and figures["rouge"] == rouge
+    assert figures["distinct"] == {"1": 0.25, "2": 0.5, "3": 0.75, "4": 1.0}, "of texts that have as many tokens"
+    heads, (line,) = table_of([total])
+    cells = {"perplexity": "3.000", "distinct-1/2/4": "0.250/0.500/1.000", "ROUGE-1/2/L": "0.500/0.250/0.500"}
+    assert cells.items() <= dict(zip(heads, line, strict=True)).items()
+    without = Total.of_records([_record(2.0, None, None)])
+    assert "rouge" not in without.figures() and "ROUGE-1/2/L" not in table_of([without])[0]
+    assert "0.250/0.500/-" in table_of([without])[1][0]
+    none = Total.of_records([{key: value for key, value in _record(2.0, None, None).items() if key != "quality"}])
+    assert not {"perplexity", "distinct", "rouge"} & {*none.figures()} and not {*cells} & {*table_of([none])[0]}
