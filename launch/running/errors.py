@@ -64,10 +64,10 @@ def reported() -> Iterator[None]:
         if error.errno in DISK_FULL:
             _drop_stdout()
             remedy = "make room, or write elsewhere"
+        elif _raised_by_hydra(error):
+            remedy = "give a folder that can be made, as in hydra.run.dir=/tmp/run, or for a sweep hydra.sweep.dir="
         elif error.errno == errno.EROFS:
             remedy = "write elsewhere"
-        elif _raised_by_hydra(error):
-            remedy = "give a folder that can be made, as in hydra.run.dir=runs/1"
         else:
             raise
         file = f"{error.filename} " if error.filename else ""

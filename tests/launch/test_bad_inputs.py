@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from lp.parallel.rendezvous import check_backend, choose_backend, device_id
 from tests.support.apps import CONTEXT, Ran
+from tests.support.read_only import read_only
 
 Launch = Callable[..., Ran]
 LIMIT_S = 60  # no bad input may hang
@@ -160,6 +161,14 @@ def test_a_run_folder_that_cannot_be_made(launch_generate: Launch, tmp_path: Pat
     (tmp_path / "file").touch()
     said = refused(launch_generate, f"hydra.run.dir={tmp_path}/file/runs")
     assert f"cannot write {tmp_path}/file/runs (Not a directory); give a folder that can be made" in said
+
+
+def test_a_working_folder_that_is_read_only(launch_generate: Launch, tmp_path: Path) -> None:
+    """It was told to write elsewhere, and not by which key: the folder is one that Hydra makes unasked."""
+    with read_only(tmp_path, after=0):
+        said = refused(launch_generate, f"hydra.run.dir={tmp_path}/runs")
+    assert f"cannot write {tmp_path}/runs (Read-only file system); give a folder that can be made" in said
+    assert "hydra.run.dir=/tmp/run" in said and "hydra.sweep.dir=" in said
 
 
 @pytest.fixture
