@@ -7,20 +7,26 @@ lost rank; 130 after Ctrl-C; 0 after SIGTERM. Anything else is a bug and has its
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import os
 import re
 import sys
 import traceback
 from collections.abc import Iterator
+from typing import Any
 
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.core.config_store import ConfigStore
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
+from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
+from lp.commands import install_command
 from lp.engine.interrupts import asked_to_end
 from lp.errors import RankFailed, RankLost, UserError
 from lp.removed_keys import removal
 
+from ..apps import APPS
 from ..config.arguments import closest
 from .once import print_once
 
@@ -29,6 +35,13 @@ USER_ERROR = 2
 INTERRUPTED = 130
 READER_LEFT = 141
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+EXTRAS = {  # with Hydra's plug-ins, by the config that a plug-in brings
+    "hydra/launcher/joblib": "sweeps",
+    "hydra/launcher/submitit_local": "sweeps",
+    "hydra/launcher/submitit_slurm": "sweeps",
+    "hydra/sweeper/optuna": "sweeps",
+    "hydra/launcher/ray": "sweeps-ray",
+}
 OURS = ("lp", "launch", "__main__")
 
 
@@ -103,6 +116,11 @@ def explain(error: Exception) -> str:
         return "api_key= cannot be read, and is not shown here; give the key in the environment, as LP_API_KEY"
     if isinstance(error, OverrideParseException):
         return _unreadable(str(error.override))
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file in EXTRAS:
+        command = install_command(EXTRAS[error.missing_cfg_file])
+        return f"{error.missing_cfg_file} is a plug-in of Hydra that is not installed; install the extra: {command}"
+    if isinstance(error, ConfigCompositionException) and (told := _of_another_app(error)):
+        return told
     if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
         group, _, option = error.missing_cfg_file.rpartition("/")
         return f"{_one_line(error)}{closest(option, error.options, f'{group}=')}"
@@ -125,6 +143,23 @@ def _removed(error: Exception, cause: BaseException) -> str | None:
     is_unknown = isinstance(inner, ConfigAttributeError | ConfigKeyError)  # else its value is at fault
     keys = [override[1] if override else "", f"{place}" if is_unknown else "", f"{place}="]
     return next(filter(None, map(removal, keys)), None)
+
+
+def _of_another_app(error: ConfigCompositionException) -> str | None:
+    """The line about an experiment that sets a key which only other apps have; None for any other error."""
+    file, inner = re.match(r"In 'experiment/([^']*)'", str(error)), error.__context__
+    if not file or not isinstance(inner, ConfigAttributeError | ConfigKeyError):
+        return None
+    key, schemas = str(inner.full_key), ConfigStore.instance().repo["schema"]
+    apps = [app for app in APPS if key in _keys(OmegaConf.get_type(schemas[f"{app}.yaml"].node))]
+    if not apps:
+        return None
+    others = " or ".join(f"lp {app}" for app in apps)
+    return f"experiment={file[1]} is of another app: it sets {key}, which this one does not have; start {others}"
+
+
+def _keys(schema: Any) -> list[str]:
+    return [item.name for item in dataclasses.fields(schema)]
 
 
 def _is_of_key(error: Exception, cause: BaseException) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from hydra.errors import MissingConfigException
 
 import launch.generate
 import launch.profile
@@ -22,10 +24,11 @@ import launch.scaling
 import launch.tune
 import lp
 from launch.running import hydra_app
-from launch.running.errors import explain, reported
+from launch.running.errors import EXTRAS, explain, reported
 from launch.running.once import print_once
 from launch.running.session import journal_path
 from lp.checks import check_int
+from lp.commands import install_command
 from tests.conftest import ROOT
 from tests.support.apps import CONTEXT, Ran, save_tiny_model
 
@@ -110,6 +113,33 @@ def _assert_user_error(ran: Ran, message: str) -> None:
 def test_a_bad_setting_is_one_line_and_exit_code_2(launch_generate: Launch, overrides: str) -> None:
     """Hydra's own way is a traceback or several lines, and exit code 1."""
     _assert_user_error(launch_generate(*overrides.split(" ")), BAD[overrides])
+
+
+@pytest.mark.parametrize(
+    ("plugin", "extra"), [("launcher/joblib", "sweeps"), ("sweeper/optuna", "sweeps"), ("launcher/ray", "sweeps-ray")]
+)
+def test_a_plugin_that_is_missing(plugin: str, extra: str) -> None:
+    """It ended with "Could not find 'hydra/launcher/joblib'", from which nobody learns what to install."""
+    error = MissingConfigException(f"Could not find 'hydra/{plugin}'", f"hydra/{plugin}", ["basic"])
+    said = f"hydra/{plugin} is a plug-in of Hydra that is not installed; install the extra: {install_command(extra)}"
+    assert explain(error) == said
+
+
+def test_every_plugin_of_an_experiment_has_its_extra() -> None:
+    """A new experiment's plug-in would be missing without a remedy."""
+    texts = [path.read_text(encoding="utf-8") for path in (ROOT / "conf" / "experiment").glob("*.yaml")]
+    found = re.findall(r"override /(hydra/\w+): (\w+)", "\n".join(texts))
+    assert len(found) == 4 and {"/".join(each) for each in found} <= EXTRAS.keys()
+
+
+def test_an_experiment_of_another_app(launch_generate: Launch, tmp_path: Path) -> None:
+    """It ended with "ConfigKeyError": one of the apps that have the key is meant; a key that none has is a typo."""
+    said = "experiment=demo_sweep is of another app: it sets methods, which this one does not have; start lp benchmark "
+    _assert_user_error(launch_generate("experiment=demo_sweep", "prompt=x"), said)
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nmethod: [plain]\n")
+    ran = launch_generate("--config-dir", str(tmp_path), "experiment=mine")
+    assert ran.code == 2 and "another app" not in ran.err and "'method'" in ran.err
 
 
 def test_runs_that_begin_in_the_same_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
