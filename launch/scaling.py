@@ -58,6 +58,7 @@ from .bench.scaling_lines import (
 from .bench.table_text import markdown, short
 from .bench.terminal import PipeConsole
 from .cli import start
+from .config.arguments import quoted
 from .config.builders import ALONE, ORACLE, PLAIN, draft_configs
 from .config.sampling import sampling_of
 from .config.schema import Output, ScalingConfig
@@ -264,7 +265,7 @@ def launch_benchmark(
     task = HydraConfig.get().overrides.task
     shared = [override for override in task if re.split("[.=]", override.lstrip("+~"))[0] not in OWN_KEYS]
     limit = "null" if config.limit is None else config.limit
-    own = [f"methods=[{','.join(_methods(config, ranks, tp))}]", f"out={folder}", f"limit={limit}"]
+    own = [f"methods=[{','.join(_methods(config, ranks, tp))}]", f"out={quoted(str(folder))}", f"limit={limit}"]
     own += [f"parallel.tp={tp}", f"repeats={config.repeats}"]  # the benchmark's own default is another
     relaunch(nproc, "benchmark", [*shared, *own, f"output={config.output}"], place)
 

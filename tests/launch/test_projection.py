@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import launch.scaling
 import lp
@@ -392,6 +393,26 @@ def test_one_rank_runs_what_one_rank_can(
     )
 
 
+def _folder(overrides: list[str]) -> Path:
+    """The folder of the records, as Hydra reads it in the launched benchmark."""
+    (out,) = (each for each in OverridesParser.create().parse_overrides(overrides) if each.key_or_group == "out")
+    return Path(str(out.value()))
+
+
+def test_a_folder_may_have_any_name(monkeypatch: pytest.MonkeyPatch, scale: Callable[..., Ran], tmp_path: Path) -> None:
+    """The launched benchmark refused its own out=, or swept over the two halves of a path with a comma."""
+    asked: list[list[str]] = []
+
+    def relaunch(ranks: int, app: str, overrides: list[str], place: Sequence[str]) -> None:
+        asked.append(overrides)
+        raise SystemExit(3)
+
+    monkeypatch.setattr(launch.scaling, "relaunch", relaunch)
+    folder = tmp_path / "a,b (1)=c"
+    assert scale("ranks=[1]", f"out='{folder}'").code == 3
+    assert _folder(asked[0]) == folder / "ranks-1"
+
+
 def test_plain_decoding_alone_is_launched_where_it_was_not_asked_for(
     monkeypatch: pytest.MonkeyPatch, scale: Callable[..., Ran], tmp_path: Path
 ) -> None:
@@ -400,7 +421,7 @@ def test_plain_decoding_alone_is_launched_where_it_was_not_asked_for(
 
     def relaunch(ranks: int, app: str, overrides: list[str], place: Sequence[str]) -> None:
         asked.append((ranks, next(each for each in overrides if each.startswith("methods="))))
-        out = Path(next(each for each in overrides if each.startswith("out=")).removeprefix("out="))
+        out = _folder(overrides)
         out.mkdir(parents=True)
         names = asked[-1][1].removeprefix("methods=[").removesuffix("]").split(",")
         for name in names:
