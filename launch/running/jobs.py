@@ -22,6 +22,7 @@ from lp.checks import check_int
 from lp.errors import UserError
 
 from .. import PACKAGE
+from ..config.arguments import quoted
 from .errors import INTERRUPTED, READER_LEFT
 from .once import print_once, rank
 
@@ -103,7 +104,10 @@ def goes_on(folder: Path) -> str:
     Args:
         folder: the folder of the records.
     """
-    return f"records: {folder}; if this is interrupted, the same command with out={shlex.quote(str(folder))} goes on"
+    path = str(folder)
+    is_plain = re.fullmatch(r"[\w./@%+-]+", path, re.ASCII)  # to a shell, and to Hydra
+    out = f"out={path}" if is_plain else shlex.quote(f"out={quoted(path)}")
+    return f"records: {folder}; if this is interrupted, the same command with {out} goes on"
 
 
 def surviving(job: Callable[[DictConfig], Any]) -> Callable[[DictConfig], Any]:
