@@ -1,14 +1,17 @@
 """`lp tune`: find the fastest W, N, G on this machine, and compare them with the adaptive decoder.
 
 It measures how long steps of each size take and how many tokens a step generates (S). It writes tune.json, tune.png and
-experiment/tuned.yaml into the run folder; `lp generate experiment=tuned --config-dir FOLDER` decodes with the best
-fixed setting.
+experiment/tuned.yaml into the run folder; `lp generate model=... experiment=tuned --config-dir FOLDER` decodes with the
+best fixed setting. Its last lines have that command, and say where the default is no slower.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -87,7 +90,8 @@ def tune(config: TuneConfig) -> None:
     with waiting("drawing"):
         picture = tune_plot(adaptive.step_times, _by_budget(tried), at, title, folder / "tune.png")
     if config.output is not Output.json:
-        say(f"use it: {app_command('generate')} experiment=tuned --config-dir {folder}")
+        for line in _commands(tried, HydraConfig.get().overrides.task, folder):
+            say(line)
         say(f"figure: {picture}")
 
 
@@ -142,6 +146,23 @@ def _conclusions(adaptive: lp.LookaheadDecoder, tried: list[SettingResult], spee
         by_ranks = ", ".join(f"{speed:.0f}" for speed in speeds[: count + 1])
         lines.append(f"from t(T) and S, without the exchange, {pays} ({by_ranks} tokens/s on 1, 2, ...)")
     return lines
+
+
+def _commands(tried: list[SettingResult], overrides: Sequence[str], folder: Path) -> list[str]:
+    """How to decode with what was found, with the model that was measured: first the default, where it is no slower.
+
+    Args:
+        tried: the results, of which the last three are the best fixed setting, the adaptive decoder and plain decoding.
+        overrides: this run's own, as Hydra read them.
+        folder: the folder that has experiment/tuned.yaml.
+    """
+    best, free, _ = tried[-3:]
+    model = [shlex.quote(each) for each in overrides if re.split("[.=]", each.lstrip("+"))[0] == "model"]
+    generate = " ".join([app_command("generate"), *model])
+    tuned = f"{generate} experiment=tuned --config-dir {shlex.quote(str(folder))}"
+    if free.tokens_per_s < best.tokens_per_s:
+        return [f"use it: {tuned}"]
+    return [f"the default is as fast or faster, leave W, N, G out: {generate}", f"the best fixed setting: {tuned}"]
 
 
 def _write(folder: Path, found: dict[str, Any], tried: list[SettingResult]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import shlex
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -23,8 +24,9 @@ from launch.bench.search import (
     speed_of_ranks,
     time_settings,
 )
-from launch.tune import _conclusions, _speeds, tune
+from launch.tune import _commands, _conclusions, _speeds, tune
 from lp.budget.step_times import StepTimes
+from lp.commands import app_command
 from lp.engine.decoder import Decoder
 from lp.engine.output import GenerationOutput, StepStats
 from lp.parallel.context import ParallelContext
@@ -47,6 +49,7 @@ def test_tune_writes_what_generate_loads(
     assert names[-2:] == [ADAPTIVE, PLAIN] and len(names) == len(BUDGETS) + 5 + 3
     best = max(found["settings"][:-3], key=lambda setting: setting["tokens_per_s"])
     assert names[-3] == best["name"] and f"best fixed: {best['name']}" in ran.out
+    assert "experiment=tuned --config-dir" in ran.out and f"generate model=hf model.name={tiny_folder}" in ran.out
     assert re.search(r"adaptive reaches \d+\.\d+ of it", ran.out) and re.search(r"\d+ ranks? pays?", ran.out)
     assert all(name in ran.out for name in names) and "t(T) in ms" in ran.out
     assert (tmp_path / "tune.png").stat().st_size > 5000
@@ -136,6 +139,24 @@ def test_of_several_ranks_nothing_is_said_of_more() -> None:
     assert "1 rank pays" in _conclusions(decoder, tried, one)[-1] and not any(
         "pay" in line for line in _conclusions(decoder, tried, two)
     )
+
+
+def _result(method: str, seconds: float) -> SettingResult:
+    return SettingResult(method=method, config=None, tokens=90, steps=30, step_tokens=24.0, decode_s=seconds)
+
+
+@pytest.mark.parametrize(("adaptive_s", "default_first"), [(1.1, False), (1.0, True), (0.9, True)])
+def test_the_last_lines_can_be_pasted(adaptive_s: float, default_first: bool, tmp_path: Path) -> None:
+    """The command decoded with the demo model, broke at a blank in the folder, and was slower than the default."""
+    tried = [_result("fixed", 1.0), _result(ADAPTIVE, adaptive_s), _result(PLAIN, 2.0)]
+    overrides = ["model=hf", "model.name='a (b)'", "limit=8", "+model.dtype=float64", "repeats=2"]
+    folder = tmp_path / "a b"
+    lines = _commands(tried, overrides, folder)
+    model = ["model=hf", "model.name='a (b)'", "+model.dtype=float64"]
+    commands = [shlex.split(line.partition(": ")[2].removeprefix(app_command("generate"))) for line in lines]
+    assert commands[-1] == [*model, "experiment=tuned", "--config-dir", str(folder)]
+    assert commands[:-1] == ([model] if default_first else [])
+    assert lines[0].startswith("the default is as fast or faster, leave W, N, G out" if default_first else "use it")
 
 
 def test_ctrl_c_ends_a_warm_up(
