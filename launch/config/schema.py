@@ -11,7 +11,7 @@ groups `decoder` and `sampling` have no files: they are made from the registered
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from enum import Enum, StrEnum
@@ -679,12 +679,13 @@ def settings(cfg: DictConfig) -> Any:
     return config
 
 
-def unknown_key(key: str, schema: Any) -> str:
+def unknown_key(key: str, schema: Any, config: Any = None) -> str:
     """The error message for a key that an app does not have: the key's replacement, or the keys that the app has.
 
     Args:
         key: the key with its group, such as "pool.size".
         schema: the dataclass that has no such field.
+        config: the app's config, one of whose groups may have the key; None for a key with its group.
     """
     if told := removal(key):
         return told
@@ -692,9 +693,30 @@ def unknown_key(key: str, schema: Any) -> str:
     parent, _, name = key.rpartition(".")
     prefix = f"{parent}." if parent else ""
     hint = getattr(schema, "HINT", "")
-    suggestion = closest(name, known, prefix) or ";"
+    in_groups = "" if parent or config is None else _in_groups(name, known, config)
+    suggestion = in_groups or closest(name, known, prefix) or ";"
     message = f"unknown config key {key!r}{suggestion} known here: {', '.join(known)}"
     return f"{message}; {hint}" if hint else message
+
+
+def _in_groups(name: str, known: Sequence[str], config: Any) -> str:
+    """The end of a message about a key that groups of the config have: "; did you mean 'model.dtype'?", or ""."""
+    values: Any = OmegaConf.to_container(config) if isinstance(config, DictConfig) else vars(config)
+    groups = {group: _names(values.get(group)) for group in known}
+    found = [f"{group}.{name}" for group, names in groups.items() if name in names]
+    if name == "name":  # these two are chosen with decoder= and sampling=
+        found = [key for key in found if key not in ("decoder.name", "sampling.name")]
+    told = " or ".join(map(repr, found))
+    if groups.get("sampling") and not found and name in {item.name for item in fields(SAMPLINGS["sample"])}:
+        told = f"'sampling.{name}', with sampling=sample"
+    return f"; did you mean {told}?" if told else ""
+
+
+def _names(group: Any) -> list[str]:
+    """The keys of a group of a config; none where the value is no group."""
+    if isinstance(group, dict):
+        return [str(key) for key in group]
+    return list(vars(group)) if is_dataclass(group) else []
 
 
 def _refuse_other_names(config: Common) -> None:
@@ -711,7 +733,7 @@ def _refuse_other_names(config: Common) -> None:
 def _refuse_extras(node: Any, prefix: str) -> None:
     for key, value in vars(node).items():
         if key not in {item.name for item in fields(node)}:
-            raise UserError(unknown_key(prefix + key, node))
+            raise UserError(unknown_key(prefix + key, node, None if prefix else node))
         if is_dataclass(value):
             _refuse_extras(value, f"{prefix}{key}.")
 

@@ -111,7 +111,7 @@ def explain(error: Exception) -> str:
     if isinstance(cause, ConfigAttributeError) and cause.full_key and cause.object_type:
         from ..config.schema import unknown_key  # imports lp's functions, which launch/cli.py may have to compile first
 
-        return unknown_key(str(cause.full_key), cause.object_type)  # without a value
+        return unknown_key(str(cause.full_key), cause.object_type, cause.parent_node)  # without a value
     if _is_of_key(error, cause):
         return "api_key= cannot be read, and is not shown here; give the key in the environment, as LP_API_KEY"
     if isinstance(error, OverrideParseException):
