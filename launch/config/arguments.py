@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterable, Sequence
 
@@ -18,6 +19,8 @@ PROMPT = "LP_PROMPT"
 STDIN = "LP_STDIN"  # what launch/torchrun.py has read for its ranks, which have no stdin of their own
 OVERRIDE = re.compile(r"(~[\w./@:+-]+$)|([~+]{0,2}[\w./@:-]+=)")
 PATHS = ("/", "./", "../")  # with which no key begins: a file may have a = in its name
+SHOWN = 60  # characters of a text that a message repeats
+OPTION = re.compile(r"--?[a-zA-Z][\w-]*(=|$)")
 # Options of Hydra that take a value, which is no text to continue.
 WITH_VALUE = {
     *("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"),
@@ -39,7 +42,7 @@ def take_prompt(args: Sequence[str], positional: bool) -> list[str]:
         The other arguments, which are Hydra's.
 
     Raises:
-        UserError: more than one prompt, or none after `--prompt`.
+        UserError: more than one prompt, none after `--prompt`, or one that begins with - and is no option.
     """
     prompts: list[str] = []
     others: list[str] = []
@@ -60,6 +63,8 @@ def take_prompt(args: Sequence[str], positional: bool) -> list[str]:
             rest = []
         elif positional and (arg == "-" or not (arg.startswith("-") or OVERRIDE.match(arg))):
             prompts.append(arg)
+        elif positional and arg.startswith("-") and not OPTION.match(arg):
+            raise UserError(f"{arg!r} begins with - and is no option; {as_prompt(arg)}")
         else:
             others.append(arg)
     if len(prompts) > 1:
@@ -103,6 +108,15 @@ def take_files(args: Sequence[str], keys: Sequence[str]) -> list[str]:
             f"{files[len(left)]!r} is one file too many; give {' and '.join(keys)}, and settings as KEY=VALUE"
         )
     return [*found, *(f"{key}={quoted(file)}" for key, file in zip(left, files, strict=False))]
+
+
+def as_prompt(text: str) -> str:
+    """The end of a message about an argument that may have been meant as a text to continue: how to give it as one."""
+    in_shell = shlex.quote(text)
+    if in_shell == text:
+        in_shell = f"'{text}'"
+    is_short = len(text) <= SHOWN and "\n" not in text
+    return f"a text to continue is given as --prompt {in_shell if is_short else 'TEXT'}"
 
 
 def quoted(text: str) -> str:

@@ -14,6 +14,7 @@ import re
 import sys
 import traceback
 from collections.abc import Iterator
+from dataclasses import is_dataclass
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -27,7 +28,7 @@ from lp.errors import RankFailed, RankLost, UserError
 from lp.removed_keys import removal
 
 from ..apps import APPS
-from ..config.arguments import closest
+from ..config.arguments import as_prompt, closest
 from .once import print_once
 
 LOST = 1
@@ -46,10 +47,13 @@ OURS = ("lp", "launch", "__main__")
 
 
 @contextlib.contextmanager
-def reported() -> Iterator[None]:
+def reported(app: str = "") -> Iterator[None]:
     """Within the block, an error that a user can fix becomes one line on stderr and an exit code.
 
     An error that is a bug is raised as usual, with its traceback.
+
+    Args:
+        app: name of the app whose config is composed within the block, for remedies that are the app's own.
 
     Raises:
         SystemExit: 2 after a user error, or where a disk or memory is full, 1 after the loss or failure of a rank, 130
@@ -66,7 +70,7 @@ def reported() -> Iterator[None]:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(LOST) from None
     except (HydraException, OmegaConfBaseException, UserError) as error:
-        print_once(f"error: {explain(error)}")
+        print_once(f"error: {explain(error, app)}")
         raise SystemExit(USER_ERROR) from None
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError":  # torch's, which need not have been imported
@@ -99,23 +103,27 @@ def _drop_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def explain(error: Exception) -> str:
+def explain(error: Exception, app: str = "") -> str:
     """One line for the user about an error in the config or its overrides: the key, and what to write instead.
 
     Args:
         error: an error from Hydra or OmegaConf, or a UserError.
+        app: name of the app, where its config was being composed.
     """
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     if told := _removed(error, cause):
         return told
-    if isinstance(cause, ConfigAttributeError) and cause.full_key and cause.object_type:
+    if isinstance(cause, ConfigAttributeError | ConfigKeyError) and cause.full_key and is_dataclass(cause.object_type):
         from ..config.schema import unknown_key  # imports lp's functions, which launch/cli.py may have to compile first
 
-        return unknown_key(str(cause.full_key), cause.object_type, cause.parent_node)  # without a value
+        key = str(cause.full_key)
+        override = str(error).partition("To append to your config use +")[2]  # as it was typed
+        return unknown_key(key, cause.object_type, cause.parent_node) + _if_meant_otherwise(override, key, app)
     if _is_of_key(error, cause):
         return "api_key= cannot be read, and is not shown here; give the key in the environment, as LP_API_KEY"
     if isinstance(error, OverrideParseException):
-        return _unreadable(str(error.override))
+        override = str(error.override)
+        return _unreadable(override) + _if_meant_otherwise(override, override.partition("=")[0], app)
     if isinstance(error, MissingConfigException) and error.missing_cfg_file in EXTRAS:
         command = install_command(EXTRAS[error.missing_cfg_file])
         return f"{error.missing_cfg_file} is a plug-in of Hydra that is not installed; install the extra: {command}"
@@ -174,6 +182,21 @@ def _is_of_key(error: Exception, cause: BaseException) -> bool:
 def names_key(text: str) -> bool:
     """Whether a text names the server's API key, in any spelling: `api_key`, `--api-key`, `LP_API_KEY`."""
     return "apikey" in text.lower().replace("_", "").replace("-", "")
+
+
+def _if_meant_otherwise(override: str, key: str, app: str) -> str:
+    """The end of a message about an override that may have been meant as a text or a file; "" where that cannot be.
+
+    Args:
+        override: the override as it was typed.
+        key: its key.
+        app: name of the app.
+    """
+    if not override or key in ("prompt", "prompt_file") or "." in key or names_key(override):
+        return ""
+    if app == "generate":
+        return f"; {as_prompt(override)}"
+    return "; a file with = in its name begins with ./" if app == "batch" else ""
 
 
 def _unreadable(override: str) -> str:

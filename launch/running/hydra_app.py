@@ -51,7 +51,7 @@ def run(task: Callable[[Any], float | None], config_name: str = "generate") -> N
         return
     os.environ[FULL_ERROR] = "1"
     try:
-        with reported():
+        with reported(config_name):
             app(_sent(task))()
             _leave()  # not after a job: the next one of a sweep shares the group
     finally:

@@ -56,6 +56,9 @@ def test_a_dash_is_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--prompt"], "--prompt is the last argument"),
         (["a b", "prompt=c"], "the prompt is given twice"),
         (["--prompt", "a\0b"], "null character"),
+        (["-1 + 2"], "'-1 [+] 2' begins with - and is no option; a text to continue is given as --prompt '-1 [+] 2'"),
+        (["-1\n2"], "is given as --prompt TEXT$"),
+        (["W=4", "-1"], "'-1' begins with - and is no option; .* --prompt '-1'"),
     ],
 )
 def test_prompts_that_cannot_be(args: list[str], message: str) -> None:

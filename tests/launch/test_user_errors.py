@@ -54,6 +54,9 @@ BAD = {
     "stream=maybe": "stream: Value 'maybe'",
     "output=xml": "output: Invalid value 'xml', expected one of [table, text, json]",
     "windw=3": "unknown config key 'windw'; known here: model, decoder",
+    "x=1": "journal, verbose; a text to continue is given as --prompt 'x=1'",
+    "a.b=1": "unknown config key 'a'; known here: model, decoder",
+    "x=f(1": "characters twice, as in x='\"def f(x):\"'; a text to continue is given as --prompt 'x=f(1'",
     "temperature=0.8": "'temperature'; did you mean 'sampling.temperature', with sampling=sample? known here: model",
     "+top_p=0.8": "'top_p'; did you mean 'sampling.top_p', with sampling=sample? known here: model",
     "sampling=sample top_p=0.8": "unknown config key 'top_p'; did you mean 'sampling.top_p'? known here: model",
@@ -147,6 +150,12 @@ def test_an_experiment_of_another_app(launch_generate: Launch, tmp_path: Path) -
     (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nmethod: [plain]\n")
     ran = launch_generate("--config-dir", str(tmp_path), "experiment=mine")
     assert ran.code == 2 and "another app" not in ran.err and "'method'" in ran.err
+
+
+def test_a_secret_is_not_shown_as_a_text(launch_generate: Launch) -> None:
+    """The remedy for a text shows the whole argument, and lp generate has no api_key that would be known as one."""
+    ran = launch_generate("api_key=hush")
+    assert ran.code == 2 and "unknown config key 'api_key'" in ran.err and "hush" not in ran.err
 
 
 def test_runs_that_begin_in_the_same_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

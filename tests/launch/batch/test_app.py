@@ -49,6 +49,9 @@ BAD = {
     "input=nowhere.jsonl": "cannot read nowhere.jsonl (No such file or directory)",
     "out=nowhere/out.jsonl": "cannot write nowhere/out.jsonl",
     "port=1": "unknown config key 'port'",
+    "verbose=true": "unknown config key 'verbose'; known here: model",
+    "a=1.jsonl": ", out, servers; a file with = in its name begins with ./",
+    "a=f(1.jsonl": "cannot read the override 'a=f(1.jsonl'; quote",
 }
 
 
