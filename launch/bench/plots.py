@@ -137,7 +137,8 @@ def _speedups(lines: Sequence[Line], caption: str, path: Path) -> Path:
         axes.set_xticks(ranks, [str(number) for number in ranks])
         axes.set(xlabel="ranks", ylabel="speed-up over plain\nalone on one device (x)", ylim=(0, None))
         axes.axhline(1, color="0.7", linewidth=0.6, zorder=0)
-        drawn.legend(**LEGEND | {"ncols": 1})
+        if drawn_lines:  # none where plain decoding alone was measured
+            drawn.legend(**LEGEND | {"ncols": 1})
     return path
 
 
