@@ -127,7 +127,7 @@ def build(reader: TextReader, path: Path, vocabulary_size: int) -> None:
         vocabulary_size: V, how many tokens the model knows.
 
     Raises:
-        UserError: the folder has no text, or `path` holds something that is no corpus.
+        UserError: the folder has no text, or `path` holds something that is no corpus or cannot be written.
     """
     is_own = own_files(reader.folder, path)
     files = [file for file in source_files(reader.folder) if not is_own(file.path)]
@@ -154,7 +154,10 @@ def build(reader: TextReader, path: Path, vocabulary_size: int) -> None:
     else:
         with waiting(f"sorting {total:,} tokens"):
             corpus = new_file(vocabulary_size, texts, listing)
-        write_file(corpus, path)
+        try:
+            write_file(corpus, path)
+        except OSError as error:
+            raise UserError(f"cannot write {str(path)!r} ({error.strerror}); give another path with -o") from error
         print(
             f"{path}: {total:,} tokens of {len(texts):,} files, {reused:,} of which have not changed; "
             f"left out: {reader.left_out}; {corpus.nbytes / 2**20:.1f} MiB"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 from pathlib import Path
@@ -124,6 +125,33 @@ def test_a_damaged_corpus_is_built_anew_and_another_file_is_kept(
     with pytest.raises(SystemExit):
         built(folder, own)
     assert own.read_text() == "precious" and "own.py' can't be read" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="no folder here takes access and refuses files")
+def test_a_file_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder may refuse a file though its permissions allow it: that was a traceback, after all files were read."""
+    write(tmp_path / "tree", {"a.py": "a = 1\n"})
+    with pytest.raises(SystemExit, match="2"):
+        built(tmp_path / "tree", Path("/proc/x.corpus"))
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("error: ") and last.endswith("; give another path with -o") and "/proc" in last
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.ENOSPC])
+def test_a_write_that_fails(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The message is of the file that was asked for, and not of the unfinished one beside it."""
+
+    def failing(array: object, path: Path) -> None:
+        raise OSError(number, os.strerror(number), f"{path}.1.part")
+
+    monkeypatch.setattr(launch.corpus, "write_file", failing)
+    write(tmp_path / "tree", {"a.py": "a = 1\n"})
+    path = tmp_path / "x.corpus"
+    with pytest.raises(SystemExit, match="2"):
+        built(tmp_path / "tree", path)
+    assert f"error: cannot write '{path}' ({os.strerror(number)}); give another path" in capsys.readouterr().err
 
 
 def test_a_model_of_more_tokens_gets_a_corpus_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
