@@ -232,6 +232,6 @@ def test_memory_stays_over_20000_tokens() -> None:
             sizes.append(size)
             print(f"{tokens} tokens: {size / 2**20:.0f} MiB")
     assert tokens == MEMORY_TEXTS * MEMORY_NEW == 20_000
-    # A prompt's logits, up to 80 MB, go back to the system now and then. What is lost raises the least of several sizes.
+    # A prompt's logits, up to 80 MB, go back to the system now and then; what is lost raises the least of some sizes.
     settled, middle = WARM_UP // 4, len(sizes) // 2
     assert min(sizes[middle:]) <= min(sizes[settled:middle]) * (1 + GROWTH), sizes
