@@ -121,17 +121,21 @@ def given_step_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def clean_config_store() -> Iterator[None]:
-    """A toy backend's or source's choice in the apps ends with its test, or messages that list choices would differ."""
+def clean_hydra() -> Iterator[None]:
+    """A toy backend's or source's choice in the apps ends with its test, or messages that list choices would differ;
+    and so does the config of a run, or records of a later test would name its command.
+    """
     if "hydra" not in sys.modules:  # not on every machine that runs tests/gpu
         yield
         return
     from hydra.core.config_store import ConfigStore
+    from hydra.core.hydra_config import HydraConfig
 
     repo = ConfigStore.instance().repo
     before = {group: dict(repo.get(group, {})) for group in ("attention", "decoder")}
     yield
     repo.update(before)
+    HydraConfig.instance().cfg = None
 
 
 @pytest.fixture(autouse=True, scope="session")
