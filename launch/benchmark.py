@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import json
-import shlex
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -28,6 +27,7 @@ from .bench.totals import totals
 from .cli import start
 from .config.schema import BenchmarkConfig, Output
 from .data.prompts import Prompt
+from .running.jobs import out_override
 from .running.once import on_rank_0
 from .running.session import WARM_UP_TOKENS, on_main
 
@@ -116,7 +116,7 @@ def _say_interrupted(bench: Bench, file: RecordFile | None, todo: list[tuple[int
     """Tell the user how many prompts have records, and how to measure the rest; rank 0 alone, which has the file."""
     if file:
         prompts = {*file.done, *(index for index, _ in todo)}
-        out = "" if bench.config.out else f" with out={shlex.quote(str(file.path.parent))}"
+        out = "" if bench.config.out else f" with {out_override(file.path.parent)}"
         said = f"interrupted: {len(file.done)} of {len(prompts)} prompts; the same command{out} measures the rest"
         print(said, file=sys.stderr, flush=True)
 

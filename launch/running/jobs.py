@@ -104,10 +104,18 @@ def goes_on(folder: Path) -> str:
     Args:
         folder: the folder of the records.
     """
+    return f"records: {folder}; if this is interrupted, the same command with {out_override(folder)} goes on"
+
+
+def out_override(folder: Path) -> str:
+    """The override out=FOLDER as it is typed into a shell: quoted for the shell and for Hydra, where that is needed.
+
+    Args:
+        folder: the folder of the records.
+    """
     path = str(folder)
-    is_plain = re.fullmatch(r"[\w./@%+-]+", path, re.ASCII)  # to a shell, and to Hydra
-    out = f"out={path}" if is_plain else shlex.quote(f"out={quoted(path)}")
-    return f"records: {folder}; if this is interrupted, the same command with {out} goes on"
+    is_plain = re.fullmatch(r"[\w./@%+-]+", path, re.ASCII)
+    return f"out={path}" if is_plain else shlex.quote(f"out={quoted(path)}")
 
 
 def surviving(job: Callable[[DictConfig], Any]) -> Callable[[DictConfig], Any]:
