@@ -114,8 +114,8 @@ def out_override(folder: Path) -> str:
         folder: the folder of the records.
     """
     path = str(folder)
-    is_plain = re.fullmatch(r"[\w./@%+-]+", path, re.ASCII)
-    return f"out={path}" if is_plain else shlex.quote(f"out={quoted(path)}")
+    is_plain = re.fullmatch(r"[\w./@%+-]+( [\w./@%+-]+)*", path, re.ASCII)  # to Hydra
+    return f"out={shlex.quote(path if is_plain else quoted(path))}"
 
 
 def surviving(job: Callable[[DictConfig], Any]) -> Callable[[DictConfig], Any]:

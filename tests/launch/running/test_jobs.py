@@ -11,7 +11,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from launch.running.jobs import goes_on
 
 
-@pytest.mark.parametrize("name", ["e,1", "a b", "f(x)", "it's", "a=b", "back\\", "\u65e5", "{x}"])
+@pytest.mark.parametrize("name", ["e,1", "a b", "a  b", "a ", "f(x)", "it's", "a=b", "back\\", "\u65e5", "{x}"])
 def test_the_same_command_goes_on_in_any_folder(name: str) -> None:
     """Quoted for the shell alone, `out=/tmp/e,1` was a sweep over two unrelated folders."""
     folder = Path("/runs") / name / "0"
