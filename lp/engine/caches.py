@@ -73,6 +73,7 @@ class TextCaches:
         return True
 
     def _makes_kv(self) -> tuple[Any, ...]:
+        """What a prompt's KV depends on besides its tokens: the model, and under `exact="bitwise"` torch's threads."""
         return model_state(self.runner.model), self.runner.asked_threads
 
     def clear_prefixes(self) -> None:

@@ -443,8 +443,7 @@ class Decoder:
                     f"eos_token_id has {token}, which ends no text with a grammar; the model has the tokens "
                     f"0..{vocabulary - 1}"
                 )
-        cursor = Cursor(grammar.matcher(sorted(eos)))
-        if not cursor.go_to(continued):
+        if continued and not (cursor := Cursor(grammar.matcher(sorted(eos)))).go_to(continued):
             at = len(cursor.text)
             raise UserError(
                 f"continued is {len(continued)}, and the grammar forbids the token {continued[at]} at place {at} of "
