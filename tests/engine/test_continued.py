@@ -83,3 +83,18 @@ def test_images_of_a_journals_text(arch: str, tmp_path: Path) -> None:
         if IMAGE in whole[:10]:
             break
     assert resumed(decoder, tmp_path / "journal", ids, given, seed) == whole
+
+
+def test_what_a_grammar_forces_is_drafted() -> None:
+    """Drafts came from the grammar's beginning where the text stood in its middle: 42 steps for these texts, not 32."""
+    config = lp.LookaheadConfig(window_size=0, ngram_size=4, guess_set_size=5)  # few drafts but the grammar's own
+    decoder = lp.LookaheadDecoder(tiny_model("llama", 3), config)
+    steps = most = 0
+    for number in range(1, 8):
+        asked: dict[str, Any] = {"grammar": ToyGrammar(number, VOCABULARY), "eos_token_id": [0]}
+        whole = decoder.generate([1, 2, 3], 40, **asked)
+        count = len(whole.tokens) // 2
+        ids = [1, 2, 3, *whole.tokens[:count]]
+        steps += decoder.generate(ids, 40 - count, continued=count, **asked).steps
+        most += whole.steps
+    assert steps <= most / 2, (steps, most)
